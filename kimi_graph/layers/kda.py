@@ -1,0 +1,125 @@
+"""Kimi Delta Attention: a matrix of memory per head, decayed per key channel, corrected by the delta rule.
+
+Axes: B sequences, T tokens, D embed, H heads, K key, V value, R gate_rank, S slots.
+Source: Kimi Linear (arXiv:2510.26692), sections 3 and 4; fact sheet of models, KDA. `source=` names the released tensors.
+"""
+
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from kimi_graph import ops
+from kimi_graph.config import KdaConfig
+from kimi_graph.ops import at_least_f32
+from kimi_graph.spec import ParamSpec, weight
+from kimi_graph.taps import tap
+from kimi_graph.tree import Leaf, param_tree
+
+from .batch import Batch, KdaState
+
+
+@param_tree
+class Kda(Generic[Leaf]):
+    query: Leaf
+    key: Leaf
+    value: Leaf
+    query_conv: Leaf
+    key_conv: Leaf
+    value_conv: Leaf
+    decay_down: Leaf
+    decay_up: Leaf
+    decay_bias: Leaf
+    log_rate: Leaf
+    beta: Leaf
+    gate_down: Leaf
+    gate_up: Leaf
+    norm: Leaf
+    out: Leaf
+
+
+def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
+    keys, values = c.heads * c.key, c.heads * c.value
+    f32 = torch.float32
+
+    def project(name: str, size: int) -> ParamSpec:
+        axes = "heads key embed" if name != "v_proj" else "heads value embed"
+        return weight((c.heads, size, embed), axes, source=f"{name}.weight", stored=(c.heads * size, embed))
+
+    def conv(name: str, size: int) -> ParamSpec:
+        axes = "heads key _" if name != "v_conv1d" else "heads value _"
+        stored = (c.heads * size, 1, c.conv_width)
+        return weight((c.heads, size, c.conv_width), axes, source=f"{name}.weight", stored=stored)
+
+    def up(name: str, size: int, axis: str) -> ParamSpec:
+        stored = (c.heads * size, c.gate_rank)
+        return weight((c.heads, size, c.gate_rank), f"heads {axis} gate_rank", source=f"{name}.weight", stored=stored)
+
+    return Kda(
+        query=project("q_proj", c.key),
+        key=project("k_proj", c.key),
+        value=project("v_proj", c.value),
+        query_conv=conv("q_conv1d", c.key),
+        key_conv=conv("k_conv1d", c.key),
+        value_conv=conv("v_conv1d", c.value),
+        decay_down=weight((c.gate_rank, embed), "gate_rank embed", source="f_a_proj.weight"),
+        decay_up=up("f_b_proj", c.key, "key"),
+        decay_bias=weight((c.heads, c.key), "heads key", source="dt_bias", stored=(keys,), dtype=f32),
+        log_rate=weight((c.heads,), "heads", source="A_log", stored=(1, 1, c.heads, 1), dtype=f32),
+        beta=weight((c.heads, embed), "heads embed", source="b_proj.weight"),
+        gate_down=weight((c.gate_rank, embed), "gate_rank embed", source="g_a_proj.weight"),
+        gate_up=up("g_b_proj", c.value, "value"),
+        norm=weight((c.value,), "value", source="o_norm.weight"),
+        out=weight((embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, values)),
+    )
+
+
+def kda_state_specs(c: KdaConfig, slots: int, dtype: torch.dtype) -> KdaState[ParamSpec]:
+    """Shapes, dtypes and axes of the state (specs without a checkpoint source)."""
+
+    def window(size: int, axis: str) -> ParamSpec:
+        return weight((slots, c.heads, size, c.conv_width - 1), f"slots heads {axis} _", source="", dtype=dtype)
+
+    memory = (slots, c.heads, c.value, c.key)
+    return KdaState(
+        memory=weight(memory, "slots heads value key", source="", dtype=torch.float32),
+        query=window(c.key, "key"),
+        key=window(c.key, "key"),
+        value=window(c.value, "value"),
+    )
+
+
+def kda(
+    p: Kda[Tensor], c: KdaConfig, x_BTD: Tensor, state: KdaState[Tensor], batch: Batch[Tensor], eps: float, *, step: bool
+) -> tuple[Tensor, KdaState[Tensor]]:
+    """Mix tokens through the memory: `[B, T, D]` -> `[B, T, D]` and the next state.
+
+    Args:
+        eps: epsilon of the output norm.
+        step: one token a row (T = 1) by the one-step recurrence; else chunkwise, from zero where the row's sequence
+            starts in this call.
+    """
+    width = (batch.slots, batch.lengths, batch.counts)
+    q_BTHK, query = ops.short_conv(torch.einsum("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
+    k_BTHK, key = ops.short_conv(torch.einsum("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)
+    v_BTHV, value = ops.short_conv(torch.einsum("btd,hvd->bthv", x_BTD, p.value), p.value_conv, state.value, *width)
+
+    low_BTR = torch.einsum("btd,rd->btr", x_BTD, p.decay_down)
+    raw_BTHK = torch.einsum("btr,hkr->bthk", low_BTR, p.decay_up)
+    decay_BTHK = tap("decay", ops.kda_gate(raw_BTHK, p.decay_bias, p.log_rate, c.gate_lower_bound))
+    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(torch.einsum("btd,hd->bth", x_BTD, p.beta))))
+    q_BTHK, k_BTHK = ops.l2_norm(q_BTHK, 1e-6), ops.l2_norm(k_BTHK, 1e-6)
+
+    scale = c.key**-0.5
+    if step:
+        o_BTHV, memory = ops.kda_step(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, batch.slots, scale)
+    else:
+        o_BTHV, memory = ops.kda_chunk(
+            q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale
+        )
+    memory = tap("state", memory)
+
+    gate_BTHV = torch.einsum("btr,hvr->bthv", torch.einsum("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
+    o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
+    y_BTD = torch.einsum("bthv,dhv->btd", o_BTHV, p.out)
+    return y_BTD, KdaState(memory=memory, query=query, key=key, value=value)

@@ -1,0 +1,70 @@
+"""Trees of specs, placements, meta tensors or real tensors: one shape for all of them.
+
+A node is a `@param_tree` dataclass, a tuple, a dict or None (nothing there); everything else is a leaf.
+The nodes are registered with torch's pytrees, so `torch.func` transforms take them as they are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.utils._pytree as pytree
+from typing_extensions import dataclass_transform
+
+Leaf = TypeVar("Leaf")
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def param_tree(cls: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only dataclass whose fields are children of a tree."""
+    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    names = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    def children(node: Any) -> list[Any]:
+        return [getattr(node, n) for n in names]
+
+    pytree.register_pytree_node(
+        cls,
+        lambda node: (children(node), None),
+        lambda values, _: cls(**dict(zip(names, values, strict=True))),
+        flatten_with_keys_fn=lambda node: (
+            [(pytree.GetAttrKey(n), v) for n, v in zip(names, children(node), strict=True)],
+            None,
+        ),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return cls
+
+
+def _word(key: Any) -> str:
+    for field in ("name", "idx", "key"):
+        if hasattr(key, field):
+            return str(getattr(key, field))
+    raise AssertionError(f"unknown key {key!r}")
+
+
+def items(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Leaves with their dotted path, in order: `("layers.3.kda.query", leaf)`."""
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        yield ".".join(map(_word, path)), leaf
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves, in order."""
+    return pytree.tree_leaves(tree)
+
+
+def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 (read as `tree.map`)
+    """`f` of every leaf (and of the leaves at the same place in `rest`), in a tree of the same shape."""
+    return pytree.tree_map(f, tree, *rest)
+
+
+def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """Like `map`, with the leaf's dotted path as the first argument."""
+    return pytree.tree_map_with_path(lambda p, *x: f(".".join(_word(k) for k in p), *x), tree, *rest)
+
+
+def replace(node: T, **fields: Any) -> T:
+    """A copy of a node with some children changed."""
+    return dataclasses.replace(node, **fields)  # type: ignore[type-var]

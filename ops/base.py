@@ -1,0 +1,125 @@
+"""An operator and its five faces: schema, reference, fake, sharding rule, GE lowering. One operator, one file.
+
+Called on plain tensors an operator *is* its reference: plain differentiable torch, so autograd and `torch.func` work
+through it. While a graph is captured (`capturing`), the call is recorded as one node `kimi::<name>` instead. Anything
+else that answers `__torch_function__` (a sharded value) is asked first.
+"""
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+_LIBRARY = torch.library.Library("kimi", "DEF")
+_capturing: contextvars.ContextVar[bool] = contextvars.ContextVar("capturing", default=False)
+_donating: contextvars.ContextVar[bool] = contextvars.ContextVar("donating", default=False)
+OPERATORS: dict[str, "Operator"] = {}
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, operators record themselves as single graph nodes."""
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
+
+
+@contextlib.contextmanager
+def donating() -> Iterator[None]:
+    """Inside, operators may write a state's next value into the buffers of the state they were given."""
+    token = _donating.set(True)
+    try:
+        yield
+    finally:
+        _donating.reset(token)
+
+
+def may_overwrite(state: torch.Tensor) -> bool:
+    """Whether `state` was given away by the caller and autograd does not need it."""
+    return _donating.get() and not state.requires_grad
+
+
+def as_f32(value: float) -> float:
+    """`value` rounded to float32: an operator's float attributes are float32 in GE, so they are everywhere."""
+    return float(np.float32(value))
+
+
+class Operator:
+    """A function on tensors with a graph node of its own.
+
+    Attributes:
+        name: schema name; the node is `kimi::<name>`.
+        sharding: one letter group per tensor argument and result, as in einsum: a letter of an operand that no
+            result has is a partial sum.
+        whole: letters that may not be sharded.
+        lower: `lower(ge, *args)`: GE tensors in, GE tensors out; `ge` is the lowering room of the compiler.
+    """
+
+    def __init__(self, reference: Callable[..., Any], sharding: str, whole: str) -> None:
+        self.name = reference.__name__
+        self.reference = reference
+        self.sharding, self.whole = sharding, whole
+        self.lower: Callable[..., Any] | None = None
+        self.__doc__, self.__name__ = reference.__doc__, reference.__name__
+        self._signature = inspect.signature(reference)
+        self.__signature__ = self._signature
+        self._floats = tuple(n for n, p in self._signature.parameters.items() if p.annotation in (float, float | None))
+        self._qualified_op_name = f"kimi::{self.name}"
+        _LIBRARY.define(self.name + torch.library.infer_schema(reference, mutates_args=()))
+        _LIBRARY.impl(self.name, reference, "CPU")
+        self.op = getattr(torch.ops.kimi, self.name).default
+
+    def fake(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: shapes and dtypes of the results."""
+        _LIBRARY.impl(self.name, f, "Meta")
+        return f
+
+    def lowering(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: how the node becomes GE nodes."""
+        self.lower = f
+        return f
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        for name in self._floats:
+            if values[name] is not None:
+                values[name] = as_f32(values[name])
+        if has_torch_function(tuple(v for v in values.values() if not isinstance(v, torch.Tensor))):
+            given = tuple(v for v in values.values() if hasattr(v, "__torch_function__"))
+            return handle_torch_function(self, given, *bound.args)
+        if _capturing.get():
+            return self.op(*bound.args)
+        return self.reference(*bound.args)
+
+    def __repr__(self) -> str:
+        return f"<operator kimi::{self.name}: {self.sharding}>"
+
+
+def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]], Operator]:
+    """Decorator: make a reference function an operator.
+
+    Args:
+        sharding: `"b h k, b h k -> b h"`, one group per tensor argument, then per result.
+        whole: letters that may not be sharded.
+    """
+
+    def register(reference: Callable[..., Any]) -> Operator:
+        made = Operator(reference, sharding, whole)
+        OPERATORS[made.name] = made
+        return made
+
+    return register
+
+
+def at_least_f32(x: torch.Tensor) -> torch.Tensor:
+    """float32, but float64 stays float64: the accumulation dtype of a reference."""
+    return x if x.dtype == torch.float64 else x.float()

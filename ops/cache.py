@@ -1,0 +1,56 @@
+"""The paged cache of MLA: write new tokens into pages, read a sequence's pages back in order."""
+
+import torch
+from torch import Tensor
+
+from .base import may_overwrite, operator
+
+
+@operator(sharding="b t l, b t r, p g l, p g r, n -> p g l, p g r", whole="btlrpgn")
+def cache_write(
+    latent: Tensor, rope: Tensor, latent_pool: Tensor, rope_pool: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The pools with each new token's latent and rope channels at its cache row.
+
+    Args:
+        latent: `[B, T, L]`. rope: `[B, T, R]`.
+        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`.
+        slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
+    """
+
+    def write(pool: Tensor, new: Tensor) -> Tensor:
+        flat, rows = pool.flatten(0, 1), new.flatten(0, 1).to(pool.dtype)
+        if may_overwrite(pool):
+            flat.index_copy_(0, slot_mapping, rows)
+            return pool
+        return flat.index_copy(0, slot_mapping, rows).view(pool.shape)
+
+    return write(latent_pool, latent), write(rope_pool, rope)
+
+
+@cache_write.fake
+def _(latent, rope, latent_pool, rope_pool, slot_mapping):
+    return torch.empty_like(latent_pool), torch.empty_like(rope_pool)
+
+
+@operator(sharding="p g l, p g r, b n -> b c l, b c r", whole="pglrnc")
+def cache_read(latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of each sequence in order, up to its capacity C = pages of a sequence * page size.
+
+    Args:
+        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`. block_table: `[B, pages of a sequence]` int32.
+
+    Returns:
+        `[B, C, L]` and `[B, C, R]`.
+    """
+    table = block_table.long()
+    return latent_pool[table].flatten(1, 2), rope_pool[table].flatten(1, 2)
+
+
+@cache_read.fake
+def _(latent_pool, rope_pool, block_table):
+    rows, capacity = block_table.shape[0], block_table.shape[1] * latent_pool.shape[1]
+    return (
+        latent_pool.new_empty(rows, capacity, latent_pool.shape[2]),
+        rope_pool.new_empty(rows, capacity, rope_pool.shape[2]),
+    )

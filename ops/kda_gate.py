@@ -1,0 +1,29 @@
+"""KDA decay gate: how much of the memory each key channel keeps per token."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import at_least_f32, operator
+
+
+@operator(sharding="b t h k, h k, h -> b t h k")
+def kda_gate(raw: Tensor, bias: Tensor, log_rate: Tensor, lower_bound: float | None) -> Tensor:
+    """Natural-log decay `[B, T, H, K]`, always <= 0; float32 because a chunk sums it.
+
+    Args:
+        raw: `[B, T, H, K]`. bias: `[H, K]`. log_rate: `[H]`, per head.
+        lower_bound: None: `-rate * softplus(raw + bias)`, unbounded; else `lower_bound * sigmoid(rate * (raw + bias))`.
+
+    Source: Kimi Linear (arXiv:2510.26692) and the released code; fact sheet of models, KDA layer.
+    """
+    z = at_least_f32(raw) + bias
+    rate = log_rate.exp()[:, None]
+    if lower_bound is None:
+        return -rate * F.softplus(z)
+    return lower_bound * torch.sigmoid(rate * z)
+
+
+@kda_gate.fake
+def _(raw, bias, log_rate, lower_bound):
+    return torch.empty_like(raw, dtype=torch.float64 if raw.dtype == torch.float64 else torch.float32)

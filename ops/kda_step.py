@@ -1,0 +1,37 @@
+"""KDA, one token: forget, correct what the memory says of `k` towards `v`, read along `q`."""
+
+import torch
+from torch import Tensor
+
+from .base import at_least_f32, operator
+from .short_conv import put_rows
+
+
+@operator(sharding="b t h k, b t h k, b t h v, b t h k, b t h, s h v k, b -> b t h v, s h v k", whole="tsk")
+def kda_step(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One step of the recurrence for every row (T = 1).
+
+    Args:
+        q, k: `[B, 1, H, K]`, unit length along K. v: `[B, 1, H, V]`.
+        decay: `[B, 1, H, K]` natural log <= 0. beta: `[B, 1, H]` write strength in (0, 1).
+        memory: `[S, H, V, K]` float32. slots: `[B]` int32.
+        scale: multiplies q.
+
+    Returns:
+        `[B, 1, H, V]` in v's dtype, and the memory with the rows' slots updated.
+
+    Source: Kimi Linear (arXiv:2510.26692), equation of the delta rule with per-channel decay; fact sheet of models 3.2.
+    """
+    q32, k32, v32 = (at_least_f32(x[:, 0]) for x in (q, k, v))
+    kept = memory[slots.long()] * decay[:, 0].exp()[..., None, :]
+    news = beta[:, 0, :, None] * (v32 - torch.einsum("bhk,bhvk->bhv", k32, kept))
+    new = kept + torch.einsum("bhv,bhk->bhvk", news, k32)
+    o = torch.einsum("bhk,bhvk->bhv", q32 * scale, new)
+    return o.to(v.dtype)[:, None], put_rows(memory, slots, new)
+
+
+@kda_step.fake
+def _(q, k, v, decay, beta, memory, slots, scale):
+    return torch.empty_like(v), torch.empty_like(memory)

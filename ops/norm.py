@@ -1,0 +1,65 @@
+"""Norms over the last dimension: RMSNorm, RMSNorm with a sigmoid gate, L2 norm. Statistics in float32."""
+
+import torch
+from torch import Tensor
+
+from .base import at_least_f32, operator
+
+
+@operator(sharding="... d, d -> ... d", whole="d")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)`, scaled in float32, cast, then multiplied by the weight.
+
+    Args:
+        x: `[..., D]`. weight: `[D]`.
+    """
+    x32 = at_least_f32(x)
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+@rms_norm.fake
+def _(x, weight, eps):
+    return torch.empty_like(x)
+
+
+@rms_norm.lowering
+def _(ge, x, weight, eps):
+    return ge.RmsNorm(x, weight, epsilon=eps)[0]
+
+
+@operator(sharding="... d, ... d, d -> ... d", whole="d")
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of `x`, times the sigmoid of `gate`; float32 throughout, cast at the end.
+
+    Args:
+        x, gate: `[..., D]`. weight: `[D]`.
+    """
+    x32 = at_least_f32(x)
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
+    return (normed * torch.sigmoid(at_least_f32(gate))).to(x.dtype)
+
+
+@gated_rms_norm.fake
+def _(x, gate, weight, eps):
+    return torch.empty_like(x)
+
+
+@gated_rms_norm.lowering
+def _(ge, x, gate, weight, eps):
+    return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
+
+
+@operator(sharding="... d -> ... d", whole="d")
+def l2_norm(x: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(sum(x^2) + eps)` over the last dimension; the result has x's dtype.
+
+    Args:
+        x: `[..., D]`.
+    """
+    x32 = at_least_f32(x)
+    return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+@l2_norm.fake
+def _(x, eps):
+    return torch.empty_like(x)
