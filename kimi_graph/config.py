@@ -76,6 +76,7 @@ class ModelConfig:
         model_type: the released file's `model_type`.
         max_len: longest sequence in tokens.
         dtype: dtype of the weights that do not fix their own.
+        tied: the output projection is the token embedding.
         fingerprint: SHA-256 of the canonical JSON.
         source: the file as read, for writing it again (a fixture, a bundle).
     """
@@ -86,6 +87,7 @@ class ModelConfig:
     embed: int
     layers: tuple[LayerConfig, ...]
     norm_eps: float
+    tied: bool
     max_len: int
     dtype: torch.dtype
     bos: int
