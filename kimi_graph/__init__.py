@@ -1,0 +1,65 @@
+"""Kimi Linear as pure functions on trees of tensors, and as static Ascend graphs.
+
+    import kimi_graph as kg
+
+    config = kg.load_config("kimi-linear-48b")  # preset, config.json or folder
+    params = kg.load_params("checkpoint/", config)
+    state = kg.init_state(config, batch=1, max_len=256)
+    logits, state = kg.prefill(config, params, tokens, state)
+
+Names are imported when they are first used, so that `import kimi_graph` takes no time and the command line answers
+before torch is there.
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ._links import check_links
+
+check_links(Path(__file__).parent)
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import compile, layers, models, ops, parallel, tree  # noqa: A004
+    from .models import count_parameters, decode, generate, init_state, prefill
+
+# Where each public name lives; the same as the block above, which type checkers and editors read.
+_FOLDERS = ("compile", "layers", "models", "ops", "parallel", "tree")
+_HOMES = {
+    "count_parameters": "models",
+    "decode": "models",
+    "generate": "models",
+    "init_state": "models",
+    "prefill": "models",
+}
+
+__all__ = [
+    "__version__",
+    "compile",
+    "count_parameters",
+    "decode",
+    "generate",
+    "init_state",
+    "layers",
+    "models",
+    "ops",
+    "parallel",
+    "prefill",
+    "tree",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FOLDERS:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
