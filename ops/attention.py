@@ -36,6 +36,19 @@ def _(q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
     return v.new_empty(*q_nope.shape[:3], v.shape[3])
 
 
+@attention.lowering
+def _(ge, q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
+    rows, cached, heads, _ = ge.shape(k_nope)
+    shared = ge.reshape(k_rope, [rows, cached, 1, ge.shape(k_rope)[-1]])
+    per_head = ge.broadcast(shared, [rows, cached, heads, ge.shape(k_rope)[-1]])
+    # sparse_mode 3: query i of a row sees keys up to lengths - counts + i, by the actual lengths
+    return ge.fused_attention(
+        q_nope, k_nope, v, query_rope=q_rope, key_rope=per_head, atten_mask=ge.causal_mask(),
+        actual_seq_lengths=counts, actual_seq_lengths_kv=lengths,
+        num_heads=heads, num_key_value_heads=heads, scale=scale, input_layout="BSND", sparse_mode=3,
+    )  # fmt: skip
+
+
 @operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l", whole="tpglrn")
 def latent_attention(
     q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor, lengths: Tensor, scale: float
@@ -63,3 +76,21 @@ def latent_attention(
 @latent_attention.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
     return torch.empty_like(q_latent)
+
+
+@latent_attention.lowering
+def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
+    rows, _, heads, latent = ge.shape(q_latent)
+
+    def paged(pool):
+        pages, page, width = ge.shape(pool)
+        return ge.reshape(pool, [pages, 1, page, width])
+
+    latents = paged(latent_pool)
+    o = ge.fused_attention(
+        ge.reshape(q_latent, [rows, heads, 1, latent]), latents, latents,
+        query_rope=ge.reshape(q_rope, [rows, heads, 1, ge.shape(q_rope)[-1]]), key_rope=paged(rope_pool),
+        block_table=block_table, actual_seq_lengths_kv=lengths, block_size=ge.shape(latent_pool)[1],
+        num_heads=heads, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0,
+    )  # fmt: skip
+    return ge.reshape(o, [rows, 1, heads, latent])

@@ -96,7 +96,7 @@ class Operator:
         if has_torch_function(tuple(v for v in values.values() if not isinstance(v, torch.Tensor))):
             given = tuple(v for v in values.values() if hasattr(v, "__torch_function__"))
             return handle_torch_function(self, given, *bound.args)
-        if _capturing.get():
+        if self.lower is not None and _capturing.get():
             return self.op(*bound.args)
         return self.reference(*bound.args)
 

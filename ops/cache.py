@@ -33,6 +33,24 @@ def _(latent, rope, latent_pool, rope_pool, slot_mapping):
     return torch.empty_like(latent_pool), torch.empty_like(rope_pool)
 
 
+@cache_write.lowering
+def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
+    # the operator writes [P, page, heads, width] pools: one head, the same memory
+    def with_head(pool):
+        pages, page, width = ge.shape(pool)
+        return ge.declare(pool, [pages, page, 1, width])
+
+    def rows(x):
+        batch, tokens, width = ge.shape(x)
+        return ge.reshape(x, [batch * tokens, 1, width])
+
+    written = ge.ScatterPaKvCache(
+        rows(latent), with_head(latent_pool), slot_mapping, rows(rope), with_head(rope_pool), None, None, None,
+        cache_mode="Norm", scatter_mode="None", strides=[1, 1], offsets=[0, 0],
+    )  # fmt: skip
+    return written[0], written[1]
+
+
 @operator(sharding="p g l, p g r, b n -> b c l, b c r", whole="pglrnc")
 def cache_read(latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of each sequence in order, up to its capacity C = pages of a sequence * page size.
@@ -54,3 +72,14 @@ def _(latent_pool, rope_pool, block_table):
         latent_pool.new_empty(rows, capacity, latent_pool.shape[2]),
         rope_pool.new_empty(rows, capacity, rope_pool.shape[2]),
     )
+
+
+@cache_read.lowering
+def _(ge, latent_pool, rope_pool, block_table):
+    def read(pool):
+        rows, pages = ge.shape(block_table)
+        _, page, width = ge.shape(pool)
+        found = ge.GatherV2(pool, block_table, ge.const([0], torch.int64), negative_index_support=False)
+        return ge.reshape(found, [rows, pages * page, width])
+
+    return read(latent_pool), read(rope_pool)

@@ -35,3 +35,24 @@ def kda_step(
 @kda_step.fake
 def _(q, k, v, decay, beta, memory, slots, scale):
     return torch.empty_like(v), torch.empty_like(memory)
+
+
+@kda_step.lowering
+def _(ge, q, k, v, decay, beta, memory, slots, scale):
+    rows, _, heads, key = ge.shape(q)
+    value = ge.shape(v)[-1]
+    half = ge.dtype(v)
+    o, memory = ge.RecurrentGatedDeltaRule(
+        ge.reshape(q, [rows, heads, key]),
+        ge.reshape(k, [rows, heads, key]),
+        ge.reshape(v, [rows, heads, value]),
+        ge.reshape(ge.cast(beta, half), [rows, heads]),
+        memory,
+        ge.const([1] * rows, torch.int32),
+        slots,
+        None,
+        ge.reshape(decay, [rows, heads, key]),
+        None,
+        scale_value=scale,
+    )
+    return ge.reshape(o, [rows, 1, heads, value]), memory

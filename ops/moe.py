@@ -30,6 +30,16 @@ def _(scores, bias, top_k, scale):
     return scores.new_empty(rows, top_k), scores.new_empty(rows, top_k, dtype=torch.int32)
 
 
+@moe_route.lowering
+def _(ge, scores, bias, top_k, scale):
+    # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says
+    weights, chosen, _ = ge.MoeGatingTopK(
+        scores, bias, None, None, k=top_k, k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=1,
+        out_flag=False, routed_scaling_factor=scale, eps=1e-20,
+    )  # fmt: skip
+    return weights, chosen
+
+
 @operator(sharding="n d, n k -> m d, m, e", whole="nkme")
 def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each row once per chosen expert, sorted by expert (rows of one expert stay in order).
@@ -38,7 +48,7 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
         x: `[N, D]`. chosen: `[N, K]` int32. experts: E.
 
     Returns:
-        rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n + k * N; group sizes `[E]` int64.
+        rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k; group sizes `[E]` int64.
     """
     rows, top_k = chosen.shape
     flat = chosen.flatten().long()
@@ -46,7 +56,7 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
     place = torch.empty_like(order).scatter_(0, order, torch.arange(rows * top_k, device=x.device))
     return (
         x[order // top_k],
-        place.view(rows, top_k).t().reshape(-1).int(),
+        place.int(),
         torch.bincount(flat, minlength=experts),
     )
 
@@ -59,6 +69,17 @@ def _(x, chosen, experts):
         chosen.new_empty(copies, dtype=torch.int32),
         chosen.new_empty(experts, dtype=torch.int64),
     )
+
+
+@moe_dispatch.lowering
+def _(ge, x, chosen, experts):
+    rows, top_k = ge.shape(chosen)
+    sorted_rows, place, counts, _ = ge.MoeInitRoutingV3(
+        x, chosen, None, None, active_num=rows * top_k, expert_capacity=0, expert_num=experts, drop_pad_mode=0,
+        expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
+        row_idx_type=0,
+    )  # fmt: skip
+    return sorted_rows, place, counts
 
 
 @operator(sharding="m d, e f d, e -> m f", whole="me")
@@ -80,6 +101,16 @@ def _(x, weight, group_sizes):
     return x.new_empty(x.shape[0], weight.shape[1])
 
 
+@grouped_matmul.lowering
+def _(ge, x, weight, group_sizes):
+    # one row tensor, one stacked weight, cut along rows (group_type 0) by counts (group_list_type 1)
+    (y,) = ge.GroupedMatmul(
+        [x], [weight], [], [], [], [], [], group_sizes, None, size_of_y=1, split_item=2, dtype=0, transpose_weight=True,
+        transpose_x=False, group_type=0, group_list_type=1, act_type=0,
+    )  # fmt: skip
+    return y
+
+
 @operator(sharding="m d, m, n k -> n d", whole="mnk")
 def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """Weighted sum of each row's copies; float32 weights and sum, cast to y's dtype.
@@ -91,13 +122,19 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
         `[N, D]`.
     """
     rows, top_k = weights.shape
-    copies = at_least_f32(y)[place.long()].view(top_k, rows, -1)
-    return torch.einsum("knd,nk->nd", copies, at_least_f32(weights)).to(y.dtype)
+    copies = at_least_f32(y)[place.long()].view(rows, top_k, -1)
+    return torch.einsum("nkd,nk->nd", copies, at_least_f32(weights)).to(y.dtype)
 
 
 @moe_combine.fake
 def _(y, place, weights):
     return y.new_empty(weights.shape[0], y.shape[1])
+
+
+@moe_combine.lowering
+def _(ge, y, place, weights):
+    # drop_pad_mode 2: copy k of row n is at n * K + k
+    return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, None, None, None, None, drop_pad_mode=2)
 
 
 @operator(sharding="m f -> m g", whole="fg")
@@ -110,3 +147,8 @@ def swiglu(x: Tensor) -> Tensor:
 @swiglu.fake
 def _(x):
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@swiglu.lowering
+def _(ge, x):
+    return ge.SwiGlu(x, dim=-1)

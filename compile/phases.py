@@ -1,0 +1,132 @@
+"""Phases and pieces: what is traced once, and which layers it serves.
+
+A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static graph. It is made of pieces: embedding, one
+mixer half per kind, one feed-forward half per kind, head. Each piece is captured once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_graph import tree
+from kimi_graph.config import LayerConfig, ModelConfig
+from kimi_graph.layers import Batch
+from kimi_graph.models import decoder
+from kimi_graph.models.decoder import Block
+
+from .capture import Captured, capture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One static shape.
+
+    Attributes:
+        phase: "prefill" or "decode".
+        rows: sequences. tokens: new tokens a row. page: tokens of a page. pages: of the pool, null page included.
+        sequence_pages: pages of one sequence. slots: KDA slots, null slot included.
+    """
+
+    phase: str
+    rows: int
+    tokens: int
+    page: int
+    pages: int
+    sequence_pages: int
+    slots: int
+
+    @property
+    def step(self) -> bool:
+        return self.phase == "decode"
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def batch_inputs(b: Bucket) -> Batch[Tensor]:
+    return Batch(
+        slots=meta((b.rows,), torch.int32),
+        lengths=meta((b.rows,), torch.int64),
+        counts=meta((b.rows,), torch.int64),
+        block_table=meta((b.rows, b.sequence_pages), torch.int32),
+        slot_mapping=meta((b.rows * b.tokens,), torch.int64),
+    )
+
+
+def meta_params(c: ModelConfig) -> decoder.Decoder[Tensor]:
+    return tree.map(lambda s: meta(s.shape, s.dtype or c.dtype), decoder.model_specs(c))
+
+
+def meta_states(c: ModelConfig, b: Bucket) -> tuple[Any, ...]:
+    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    return tree.map(lambda s: meta(s.shape, s.dtype), specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceUse:
+    """A piece at its place: `prefix` is the layer's (`layers.3`), empty for embedding and head."""
+
+    piece: str
+    prefix: str
+
+
+def schedule(c: ModelConfig) -> list[PieceUse]:
+    """The pieces of the whole model, in order."""
+    uses = [PieceUse(piece="embed", prefix="")]
+    for i, layer in enumerate(c.layers):
+        mixer, ffn = layer.kinds
+        uses += [PieceUse(piece=mixer, prefix=f"layers.{i}"), PieceUse(piece=ffn, prefix=f"layers.{i}")]
+    return [*uses, PieceUse(piece="head", prefix="")]
+
+
+def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:
+    """Every piece the model needs, captured once. Input names: `x`, `tokens`, `batch.*`, `p.*`, `s.*`."""
+    params, states, batch = meta_params(c), meta_states(c, b), batch_inputs(b)
+    x = meta((b.rows, b.tokens, c.embed), c.dtype)
+    pieces = {"embed": _capture_embed(params, b)}
+    for i, layer in enumerate(c.layers):
+        mixer, ffn = layer.kinds
+        if mixer not in pieces:
+            pieces[mixer] = _capture_mix(c, layer, params.layers[i], x, states[i], batch, b)
+        if ffn not in pieces:
+            pieces[ffn] = _capture_feed(c, layer, params.layers[i], x)
+    pieces["head"] = _capture_head(c, params, x, batch, b)
+    return pieces
+
+
+def _capture_embed(params: decoder.Decoder[Tensor], b: Bucket) -> Captured:
+    tokens = meta((b.rows, b.tokens), torch.int64)
+    f = lambda tokens, p: {"x": decoder.embed(p["embed"], tokens)}  # noqa: E731
+    return capture(f, {"tokens": tokens, "p": {"embed": params.embed}})
+
+
+def _capture_mix(
+    c: ModelConfig, layer: LayerConfig, block: Block[Tensor], x: Tensor, state: Any, batch: Batch[Tensor], b: Bucket
+) -> Captured:
+    def f(x: Tensor, p: Block[Tensor], s: Any, batch: Batch[Tensor]) -> dict[str, Any]:
+        y, after = decoder.mix(p, c, layer, x, s, batch, step=b.step)
+        return {"x": y, "s": after}
+
+    half: Any = tree.replace(block, ffn_norm=None, dense=None, moe=None)
+    return capture(f, {"x": x, "p": half, "s": state, "batch": batch})
+
+
+def _capture_feed(c: ModelConfig, layer: LayerConfig, block: Block[Tensor], x: Tensor) -> Captured:
+    half: Any = tree.replace(block, mixer_norm=None, kda=None, mla=None)
+    return capture(lambda x, p: {"x": decoder.feed(p, c, layer, x)}, {"x": x, "p": half})
+
+
+def _capture_head(c: ModelConfig, params: Any, x: Tensor, batch: Batch[Tensor], b: Bucket) -> Captured:
+    def f(x: Tensor, p: dict[str, Tensor], batch: Batch[Tensor]) -> dict[str, Any]:
+        last = x if b.step else decoder.last_token(x, batch.counts)
+        return {"logits": decoder.head(p["norm"], p["head"], c, last)[:, 0]}
+
+    weights = {"norm": params.norm, "head": params.embed if params.head is None else params.head}
+    return capture(f, {"x": x, "p": weights, "batch": batch})

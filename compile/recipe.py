@@ -1,0 +1,63 @@
+"""Recipes: how a graph's weight is made from checkpoint tensors.
+
+A parameter's elements are those of its checkpoint tensors one after another (`ParamSpec`); steps then view, slice, cast
+or otherwise change them. Everything here works on real, mapped or meta tensors, and on JSON.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_graph.errors import BundleError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: `kind` and its arguments (shape; dim, start, end; dtype name; dims)."""
+
+    kind: str
+    args: tuple[Any, ...] = ()
+
+    def short(self) -> str:
+        """For names: `slice1_0_128`, `float32`, `exp`."""
+        if self.kind == "slice":
+            return "slice{}_{}_{}".format(*self.args)
+        if self.kind == "permute":
+            return "permute" + "".join(map(str, self.args))
+        return str(self.args[0]) if self.kind == "cast" else self.kind
+
+
+def _cast(x: Tensor, dtype: str) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(DTYPES[dtype])  # exact mode: every float is float64
+
+
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "view": lambda x, *shape: x.reshape(shape),
+    "slice": lambda x, dim, start, end: x.narrow(dim, start, end - start),
+    "permute": lambda x, *dims: x.permute(dims),
+    "cast": _cast,
+    "exp": lambda x: x.exp(),
+    "neg": lambda x: -x,
+}
+
+
+def apply(steps: Iterable[Step], x: Tensor) -> Tensor:
+    """The steps, one after another."""
+    for step in steps:
+        if step.kind not in STEPS:
+            raise BundleError(f"recipe step {step.kind!r} is not known; known are {', '.join(sorted(STEPS))}.")
+        x = STEPS[step.kind](x, *step.args)
+    return x
+
+
+def to_json(steps: Iterable[Step]) -> list[list[Any]]:
+    return [[s.kind, *s.args] for s in steps]
+
+
+def from_json(steps: list[list[Any]]) -> tuple[Step, ...]:
+    return tuple(Step(kind, tuple(args)) for kind, *args in steps)

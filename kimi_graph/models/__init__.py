@@ -1,0 +1,18 @@
+"""Models: a spec, a schedule and a name map; and the functions that run them."""
+
+from .decoder import Block, Decoder, count_parameters, forward, model_specs, state_specs
+from .run import State, decode, generate, init_state, prefill
+
+__all__ = [
+    "Block",
+    "Decoder",
+    "State",
+    "count_parameters",
+    "decode",
+    "forward",
+    "generate",
+    "init_state",
+    "model_specs",
+    "prefill",
+    "state_specs",
+]

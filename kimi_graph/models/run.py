@@ -1,0 +1,277 @@
+"""Run a model: state, prefill, decode, generate. Pure functions: the state that goes in is not changed.
+
+Axes: B sequences, T tokens, V vocab.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from kimi_graph import tree
+from kimi_graph.config import ModelConfig
+from kimi_graph.errors import ConfigError
+from kimi_graph.layers import Batch, packing, step_batch
+from kimi_graph.ops import donating
+from kimi_graph.taps import collect
+from kimi_graph.tree import Leaf, param_tree
+
+from .decoder import Decoder, forward, state_specs
+
+PAGE = 128  # tokens of a cache page; CANN's paged attention takes multiples of 16 up to 1,024
+
+
+@param_tree
+class State(Generic[Leaf]):
+    """What a batch of sequences has seen. Rows own slot `row + 1` and a run of pages; slot 0 and page 0 are nobody's.
+
+    Attributes:
+        layers: a `KdaState` or `MlaState` per layer.
+        lengths: `[B]` int64, tokens seen.
+        slots: `[B]` int32. block_table: `[B, pages of a sequence]` int32.
+        page: tokens of a page.
+    """
+
+    layers: tuple[Any, ...]
+    lengths: Leaf
+    slots: Leaf
+    block_table: Leaf
+    page: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a sequence can hold: whole pages."""
+        return self.block_table.shape[1] * self.page  # type: ignore[attr-defined]
+
+
+def init_state(
+    config: ModelConfig, batch: int, max_len: int, dtype: torch.dtype | None = None, page: int = PAGE
+) -> State[Tensor]:
+    """An empty state for `batch` sequences of up to `max_len` tokens (rounded up to whole pages).
+
+    Args:
+        dtype: of windows and caches; by default a state takes the parameters' dtype when it is first used.
+
+    Raises:
+        ConfigError: `max_len` is over the model's limit, or a number is not positive.
+    """
+    for name, value in (("batch", batch), ("max_len", max_len), ("page", page)):
+        if value < 1:
+            raise ConfigError(f"init_state: {name} is {value}; the smallest is 1.")
+    if max_len > config.max_len:
+        raise ConfigError(f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}.")
+    pages = -(-max_len // page)
+    specs = state_specs(config, slots=batch + 1, pages=batch * pages + 1, page=page, dtype=dtype or config.dtype)
+    return State(
+        layers=tree.map(lambda s: torch.zeros(s.shape, dtype=_state_dtype(s.dtype, dtype)), specs),
+        lengths=torch.zeros(batch, dtype=torch.int64),
+        slots=torch.arange(1, batch + 1, dtype=torch.int32),
+        block_table=torch.arange(1, batch * pages + 1, dtype=torch.int32).view(batch, pages),
+        page=page,
+    )
+
+
+def _state_dtype(declared: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return torch.float64 if wanted == torch.float64 else declared
+
+
+def _adopt(config: ModelConfig, params: Decoder[Tensor], state: State[Tensor]) -> State[Tensor]:
+    """The state in the parameters' dtype. Only an empty state may change its dtype: that loses nothing."""
+    dtype = params.embed.dtype
+    specs = state_specs(config, slots=1, pages=1, page=1, dtype=dtype)
+    wanted = [_state_dtype(s.dtype, dtype) for s in tree.leaves(specs)]
+    if [x.dtype for x in tree.leaves(state.layers)] == wanted:
+        return state
+    if int(state.lengths.max()):
+        found = {str(x.dtype) for x in tree.leaves(state.layers)}
+        raise ConfigError(f"state of dtypes {sorted(found)} used with parameters of {dtype}; start from a new state.")
+    flat = iter(wanted)
+    return tree.replace(state, layers=tree.map(lambda x: x.to(next(flat)), state.layers))
+
+
+def _check(config: ModelConfig, tokens: Tensor, state: State[Tensor], counts: Tensor, what: str) -> None:
+    rows = state.lengths.shape[0]
+    if tokens.shape[0] != rows:
+        raise ConfigError(f"{what}: {tokens.shape[0]} rows of tokens, but the state holds {rows} sequences.")
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise ConfigError(f"{what}: tokens have dtype {tokens.dtype}; they must be integers (torch.int64).")
+    if tokens.numel():
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= config.vocab:
+            bad = low if low < 0 else high
+            raise ConfigError(f"{what}: token {bad} is outside the vocabulary 0..{config.vocab - 1}.")
+    longest = int((state.lengths + counts).max())
+    if longest > state.capacity:
+        raise ConfigError(
+            f"{what}: a sequence would hold {longest:,} tokens, the state has room for {state.capacity:,}; "
+            f"make it with init_state(config, batch={rows}, max_len={longest})."
+        )
+
+
+def _run(
+    config: ModelConfig,
+    params: Decoder[Tensor],
+    tokens: Tensor,
+    state: State[Tensor],
+    counts: Tensor,
+    *,
+    step: bool,
+    last_only: bool,
+    taps: Iterable[str] | None,
+    donate: bool,
+) -> tuple[Tensor, State[Tensor], dict[str, Tensor]]:
+    _check(config, tokens, state, counts, "decode" if step else "prefill")
+    state = _adopt(config, params, state)
+    batch: Batch[Tensor] = step_batch(
+        state.block_table, state.slots, state.lengths, counts, tokens.shape[1], state.page
+    )
+    with donating() if donate else contextlib.nullcontext(), collect(taps or ()) as found:
+        logits, after = forward(params, config, tokens, state.layers, batch, step=step, last_only=last_only)
+    return logits, tree.replace(state, layers=after, lengths=batch.lengths), found
+
+
+def prefill(
+    config: ModelConfig,
+    params: Decoder[Tensor],
+    tokens: Tensor,
+    state: State[Tensor],
+    *,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    last_only: bool = False,
+    taps: Iterable[str] | None = None,
+    donate: bool = False,
+) -> Any:
+    """Read many tokens; goes on where the state stands.
+
+    Args:
+        tokens: `[B, T]` int64, or `[1, total]` with `cu_seqlens`.
+        mask: `[B, T]` bool, False at padding. Left, right or scattered padding is exact: the real tokens of a row move
+            together and their logits move back; padding gives zeros.
+        cu_seqlens: `[B + 1]`, where each packed sequence starts and the last ends; sequences do not see each other.
+        last_only: logits of each sequence's last token only.
+        taps: patterns of intermediates to return as well, such as `layers.*.moe.experts`.
+        donate: the state given may be overwritten (do not use it again): saves a copy of every cache.
+
+    Returns:
+        logits `[B, T, V]` (`[1, total, V]` packed, `[B, V]` with `last_only`) and the next state; with `taps`, a pair of
+        that and a dict of the tapped tensors by name.
+
+    Raises:
+        ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state.
+    """
+    if mask is not None and cu_seqlens is not None:
+        raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
+    rows, width = tokens.shape
+    restore = None
+    if cu_seqlens is not None:
+        inner, counts = packing.unpack(tokens, cu_seqlens)
+        restore = lambda x: packing.pack(x, cu_seqlens)  # noqa: E731
+    elif mask is not None:
+        inner, counts = packing.left_to_right(tokens, mask)
+        restore = lambda x: packing.right_to_left(x, mask)  # noqa: E731
+    else:
+        inner, counts = tokens, torch.full((rows,), width, dtype=torch.int64)
+    logits, after, found = _run(
+        config, params, inner, state, counts, step=False, last_only=last_only, taps=taps, donate=donate
+    )
+    if last_only:
+        logits = logits[:, 0]
+    elif restore is not None:
+        logits = restore(logits)
+    return (logits, after) if taps is None else ((logits, after), found)
+
+
+def decode(
+    config: ModelConfig,
+    params: Decoder[Tensor],
+    token: Tensor,
+    state: State[Tensor],
+    *,
+    taps: Iterable[str] | None = None,
+    donate: bool = False,
+) -> Any:
+    """One more token for every sequence: `[B]` int64 -> logits `[B, V]` and the next state (see `prefill`)."""
+    if token.ndim != 1:
+        raise ConfigError(f"decode: token has shape {list(token.shape)}; one id per sequence is [B].")
+    counts = torch.ones_like(token)
+    logits, after, found = _run(
+        config, params, token[:, None], state, counts, step=True, last_only=False, taps=taps, donate=donate
+    )
+    return (logits[:, 0], after) if taps is None else ((logits[:, 0], after), found)
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Next tokens `[B]` of logits `[B, V]`: the best at temperature 0, else drawn from the smallest set of mass `top_p`."""
+    if temperature == 0.0:
+        return logits.argmax(-1)
+    sorted_, index = (logits.double() / temperature).softmax(-1).sort(-1, descending=True)
+    sorted_ = sorted_.masked_fill(sorted_.cumsum(-1) - sorted_ >= top_p, 0)
+    drawn = torch.multinomial(sorted_, 1, generator=generator)
+    return torch.gather(index, 1, drawn)[:, 0]
+
+
+def generate(
+    config: ModelConfig,
+    params: Decoder[Tensor],
+    prompt: Tensor | Sequence[int] | Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    chunk: int = 2048,
+) -> Tensor:
+    """Continue prompts.
+
+    Args:
+        prompt: `[B, T]` or `[T]` ids, or lists of ids of unequal length.
+        temperature: 0 is greedy. top_p: keep the smallest set of tokens of this probability mass.
+        seed: of the draws; the same seed gives the same tokens.
+        chunk: tokens read at once, bounds memory.
+
+    Returns:
+        `[B, max_new_tokens]` int64: the new tokens; after the end-of-sequence token a row holds the padding token.
+    """
+    rows = _rows(prompt)
+    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
+        raise ConfigError(
+            f"generate: temperature {temperature} (>= 0), top_p {top_p} (in (0, 1]) or "
+            f"max_new_tokens {max_new_tokens} (>= 1) is out of range."
+        )
+    longest = max(map(len, rows))
+    state = init_state(config, len(rows), longest + max_new_tokens, params.embed.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    padded = torch.zeros(len(rows), longest, dtype=torch.int64)
+    for i, row in enumerate(rows):
+        padded[i, longest - len(row) :] = row
+    mask = torch.arange(longest) >= longest - torch.tensor([len(r) for r in rows])[:, None]
+    with torch.no_grad():
+        for start in range(0, longest, chunk):
+            part = slice(start, start + chunk)
+            logits, state = prefill(
+                config, params, padded[:, part], state, mask=mask[:, part], last_only=True, donate=True
+            )
+        new, done = [], torch.zeros(len(rows), dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            token = sample(logits, temperature, top_p, generator).masked_fill(done, config.pad)
+            new.append(token)
+            done |= token == config.eos
+            if bool(done.all()) or len(new) == max_new_tokens:
+                break
+            logits, state = decode(config, params, token, state, donate=True)
+    out = torch.full((len(rows), max_new_tokens), config.pad, dtype=torch.int64)
+    out[:, : len(new)] = torch.stack(new, 1)
+    return out
+
+
+def _rows(prompt: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[Tensor]:
+    if isinstance(prompt, Tensor):
+        rows = list(prompt if prompt.ndim == 2 else prompt[None])
+    else:
+        many = bool(prompt) and not isinstance(prompt[0], int)
+        rows = [torch.tensor(r, dtype=torch.int64) for r in (prompt if many else [prompt])]
+    if not rows or not all(len(r) for r in rows):
+        raise ConfigError("generate: an empty prompt; give at least one token per sequence.")
+    return rows
