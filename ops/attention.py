@@ -5,6 +5,20 @@ from torch import Tensor
 
 from .base import at_least_f32, operator
 
+# optional inputs of CANN's FusedInferAttentionScore after query, key and value, in prototype order
+_OPTIONAL = """pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1 dequant_scale2
+quant_scale2 quant_offset2 antiquant_scale antiquant_offset block_table query_padding_size kv_padding_size
+key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset key_shared_prefix
+value_shared_prefix actual_shared_prefix_len query_rope key_rope key_rope_antiquant_scale dequant_scale_query
+learnable_sink q_start_idx kv_start_idx""".split()
+
+
+def _fused(ge, query, key, value, given, **attrs):
+    """CANN's FusedInferAttentionScore with the optional inputs `given` by name."""
+    assert set(given) <= set(_OPTIONAL)
+    inputs = [given.get(name) for name in _OPTIONAL]
+    return ge.FusedInferAttentionScore(query, [key], [value], *inputs, inner_precise=0, **attrs)[0]
+
 
 @operator(sharding="b t h n, b t h r, b c h n, b c r, b c h v, b, b -> b t h v", whole="tcnr")
 def attention(
@@ -42,9 +56,10 @@ def _(ge, q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
     shared = ge.reshape(k_rope, [rows, cached, 1, ge.shape(k_rope)[-1]])
     per_head = ge.broadcast(shared, [rows, cached, heads, ge.shape(k_rope)[-1]])
     # sparse_mode 3: query i of a row sees keys up to lengths - counts + i, by the actual lengths
-    return ge.fused_attention(
-        q_nope, k_nope, v, query_rope=q_rope, key_rope=per_head, atten_mask=ge.causal_mask(),
-        actual_seq_lengths=counts, actual_seq_lengths_kv=lengths,
+    given = {"query_rope": q_rope, "key_rope": per_head, "atten_mask": ge.causal_mask()}
+    given |= {"actual_seq_lengths": counts, "actual_seq_lengths_kv": lengths}
+    return _fused(
+        ge, q_nope, k_nope, v, given,
         num_heads=heads, num_key_value_heads=heads, scale=scale, input_layout="BSND", sparse_mode=3,
     )  # fmt: skip
 
@@ -86,11 +101,14 @@ def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale)
         pages, page, width = ge.shape(pool)
         return ge.reshape(pool, [pages, 1, page, width])
 
+    def one_token(x):
+        return ge.reshape(x, [rows, heads, 1, ge.shape(x)[-1]])
+
     latents = paged(latent_pool)
-    o = ge.fused_attention(
-        ge.reshape(q_latent, [rows, heads, 1, latent]), latents, latents,
-        query_rope=ge.reshape(q_rope, [rows, heads, 1, ge.shape(q_rope)[-1]]), key_rope=paged(rope_pool),
-        block_table=block_table, actual_seq_lengths_kv=lengths, block_size=ge.shape(latent_pool)[1],
+    given = {"query_rope": one_token(q_rope), "key_rope": paged(rope_pool)}
+    given |= {"block_table": block_table, "actual_seq_lengths_kv": lengths}
+    o = _fused(
+        ge, one_token(q_latent), latents, latents, given, block_size=ge.shape(latent_pool)[1],
         num_heads=heads, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0,
     )  # fmt: skip
     return ge.reshape(o, [rows, 1, heads, latent])

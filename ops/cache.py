@@ -38,7 +38,7 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
     # the operator writes [P, page, heads, width] pools: one head, the same memory
     def with_head(pool):
         pages, page, width = ge.shape(pool)
-        return ge.declare(pool, [pages, page, 1, width])
+        return ge.declare(pool, [pages, page, 1, width])  # the graph's state itself has this shape: no copy
 
     def rows(x):
         batch, tokens, width = ge.shape(x)
@@ -48,7 +48,7 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
         rows(latent), with_head(latent_pool), slot_mapping, rows(rope), with_head(rope_pool), None, None, None,
         cache_mode="Norm", scatter_mode="None", strides=[1, 1], offsets=[0, 0],
     )  # fmt: skip
-    return written[0], written[1]
+    return tuple(ge.reshape(x, ge.shape(pool)) for x, pool in zip(written[:2], (latent_pool, rope_pool), strict=True))
 
 
 @operator(sharding="p g l, p g r, b n -> b c l, b c r", whole="pglrnc")

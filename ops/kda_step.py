@@ -50,9 +50,7 @@ def _(ge, q, k, v, decay, beta, memory, slots, scale):
         memory,
         ge.const([1] * rows, torch.int32),
         slots,
-        None,
-        ge.reshape(decay, [rows, heads, key]),
-        None,
-        scale_value=scale,
+        gk=ge.reshape(decay, [rows, heads, key]),
+        scale=scale,
     )
     return ge.reshape(o, [rows, 1, heads, value]), memory

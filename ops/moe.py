@@ -134,7 +134,7 @@ def _(y, place, weights):
 @moe_combine.lowering
 def _(ge, y, place, weights):
     # drop_pad_mode 2: copy k of row n is at n * K + k
-    return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, None, None, None, None, drop_pad_mode=2)
+    return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, drop_pad_mode=2)
 
 
 @operator(sharding="m f -> m g", whole="fg")
