@@ -80,5 +80,11 @@ def capture(f: Callable[..., Any], args: dict[str, Any]) -> Captured:
         module = make_fx(run)(*flat)
     for node in module.graph.nodes:
         node.meta["source"] = (node.meta.get("custom") or {}).get("source", "")
+        node.meta["val"] = pytree.tree_map_only(torch.Tensor, _plain, node.meta.get("val"))
     module.graph.eliminate_dead_code()
     return Captured(module, names, tuple(outputs))
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """A meta tensor without strides of its own, as GE knows tensors."""
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")

@@ -1,6 +1,6 @@
 """Trees of specs, placements, meta tensors or real tensors: one shape for all of them.
 
-A node is a `@param_tree` dataclass, a tuple, a dict or None (nothing there); everything else is a leaf.
+A node is a `@param_tree` dataclass, a tuple or a dict; everything else is a leaf. A field that is None is not there.
 The nodes are registered with torch's pytrees, so `torch.func` transforms take them as they are.
 """
 
@@ -21,16 +21,16 @@ def param_tree(cls: type[T]) -> type[T]:
     cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     names = tuple(f.name for f in dataclasses.fields(cls))  # type: ignore[arg-type]
 
-    def children(node: Any) -> list[Any]:
-        return [getattr(node, n) for n in names]
+    def present(node: Any) -> tuple[str, ...]:
+        return tuple(n for n in names if getattr(node, n) is not None)
 
     pytree.register_pytree_node(
         cls,
-        lambda node: (children(node), None),
-        lambda values, _: cls(**dict(zip(names, values, strict=True))),
+        lambda node: ([getattr(node, n) for n in present(node)], present(node)),
+        lambda values, given: cls(**{**dict.fromkeys(names), **dict(zip(given, values, strict=True))}),
         flatten_with_keys_fn=lambda node: (
-            [(pytree.GetAttrKey(n), v) for n, v in zip(names, children(node), strict=True)],
-            None,
+            [(pytree.GetAttrKey(n), getattr(node, n)) for n in present(node)],
+            present(node),
         ),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
@@ -57,7 +57,7 @@ def leaves(tree: Any) -> list[Any]:
 
 def map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:  # noqa: A001 (read as `tree.map`)
     """`f` of every leaf (and of the leaves at the same place in `rest`), in a tree of the same shape."""
-    return pytree.tree_map(f, tree, *rest)
+    return None if tree is None else pytree.tree_map(f, tree, *rest)
 
 
 def map_with_path(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
