@@ -70,7 +70,7 @@ def test_the_two_numberings_of_dtypes_differ_and_are_both_one_to_one():
             assert Dtype.of_torch(dtype.torch_dtype) is dtype
 
 
-@pytest.mark.parametrize("dtype", [d.torch_dtype for d in Dtype if d.shared is not None], ids=str)
+@pytest.mark.parametrize("dtype", [d.shared for d in Dtype if d.shared not in (None, torch.complex32)], ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0, 3), (2, 5)], ids=str)
 def test_a_constant_gives_back_its_tensor(shape, dtype):
     value = torch.randint(0, 2, shape).to(dtype)
