@@ -1,4 +1,4 @@
-"""FX passes: einsum to matrix products, and weight arithmetic out of the graph into recipes."""
+"""FX passes: einsum to matrix products, weight arithmetic out of the graph into recipes, equal calls made once."""
 
 import dataclasses
 from collections.abc import Callable
@@ -218,3 +218,40 @@ def _with_inputs(
     captured.module.recompile()
     folded = dataclasses.replace(captured, inputs=tuple(name for name, _ in final))
     return Folded(folded, weights)
+
+
+# ---- equal calls -----------------------------------------------------------------------------------------------------
+
+
+def simplify(captured: Captured) -> Captured:
+    """Views of views become one view, views that change nothing go, and equal calls are made once.
+
+    Every node is a pure function (states go in and come out), so equal calls have equal results.
+    """
+    graph = captured.module.graph
+    seen: dict[Any, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "call_function"]:
+        if node.target is aten.view.default:
+            _shorten_view(node)
+        same = seen.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        if node.target is aten.view.default and node.args[0].meta["val"].shape == node.meta["val"].shape:
+            same = node.args[0]
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return captured
+
+
+def _shorten_view(node: fx.Node) -> None:
+    while isinstance(node.args[0], fx.Node) and node.args[0].target is aten.view.default:
+        node.args = (node.args[0].args[0], node.args[1])
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as something hashable; nodes hash by identity."""
+    if isinstance(value, dict):
+        return tuple((k, _frozen(value[k])) for k in sorted(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return (type(value).__name__, value)  # 1, 1.0 and True differ
