@@ -1,0 +1,5 @@
+"""`python -m kimi_graph` is `kimi-graph`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,413 @@
+"""The command line: reads arguments and the environment, calls one function, prints what came back.
+
+Standard output holds the result (with `--json` nothing but JSON); progress and errors go to standard error. Exit codes:
+0 done; 1 the request cannot be met, or a bundle differs from its model; 2 the command line was not understood; 130
+interrupted; 141 whoever read the output went away.
+
+torch takes a second to import, so everything but the frame is imported inside the commands.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Protocol
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from . import __version__
+from .errors import KimiGraphError
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
+
+TARGETS = ("a2", "a3", "950pr", "950dt")
+PHASES = ("prefill", "decode")
+MODES = ("exact", "native")
+WEIGHTS = ("input", "constant")
+
+OVERVIEW = f"""\
+kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
+
+A deployment, in order:
+  kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
+  kimi-graph inspect build/kl48b                                  what is in it
+  kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
+  kimi-graph compile build/tiny --target a3 -o build/tiny-a3
+  kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
+
+kimi-graph COMMAND --help says more.
+"""
+
+
+class Result(Protocol):
+    """What the function behind a command gives back."""
+
+    @property
+    def summary(self) -> str:
+        """What was made or found, in half a line."""
+        ...
+
+    def text(self) -> str:
+        """For a reader; may be empty."""
+        ...
+
+    def to_json(self) -> Any:
+        """For a program."""
+        ...
+
+
+class _PurposeFirst:
+    """Help that starts with what the command is for and an example; how to spell it comes after."""
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        self.format_help_text(ctx, formatter)
+        formatter.write_paragraph()
+        self.format_usage(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+
+class _Command(_PurposeFirst, TyperCommand):
+    pass
+
+
+class _Group(_PurposeFirst, TyperGroup):
+    pass
+
+
+app = typer.Typer(
+    cls=_Group,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+def main() -> None:
+    """Entry point of `kimi-graph`."""
+    # Where torch-npu is installed without CANN, `import torch` would fail while loading it.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    app(prog_name="kimi-graph")
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: a command of `app` that ends in an exit code and one clean line, never in a traceback of ours."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+            sys.stdout.flush()
+        except KimiGraphError as e:
+            _fail(str(e))
+        except BrokenPipeError:
+            # Python flushes standard output once more at exit; there is nobody to write to.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(141) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except OSError as e:
+            if e.strerror is None:
+                raise
+            _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
+
+    return app.command(cls=_Command)(run)
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise typer.Exit(1) from None
+
+
+def _one_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in legal:
+            raise typer.BadParameter(f"unknown {what} {text!r}; one of {', '.join(legal)}.")
+        return text
+
+    return read
+
+
+def _some_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
+    """Reader of a comma-separated list; the commands split it (`_split`)."""
+
+    def read(text: str) -> str:
+        for word in _split(text):
+            _one_of(legal, what)(word)
+        if len(set(_split(text))) < len(_split(text)):
+            raise typer.BadParameter(f"{text!r} names a {what} twice.")
+        return text
+
+    return read
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+def _presets() -> list[str]:
+    return sorted(path.stem for path in (Path(__file__).parent / "presets").glob("*.json"))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kimi-graph {__version__}")
+        raise typer.Exit
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on a terminal, a line per task elsewhere; standard error either way."""
+    if not sys.stderr.isatty():
+        begun: set[str] = set()
+
+        def line(what: str, done: int, total: int) -> None:
+            if what not in begun:
+                begun.add(what)
+                print(f"{what} ...", file=sys.stderr, flush=True)
+
+        yield line
+        return
+
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TimeElapsedColumn(),
+        "left",
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, progress.TaskID] = {}
+
+        def bar(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield bar
+
+
+def _show(result: Result, *, as_json: bool, started: float, where: Path | None = None) -> None:
+    """Print a result and the closing line: what was made, where, how long it took."""
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+        return
+    if text := result.text():
+        print(text)
+    place = f" -> {where}" if where else ""
+    print(f"{result.summary}{place} in {time.perf_counter() - started:.1f} s")
+
+
+@app.callback(invoke_without_command=True)
+def overview(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Static Ascend graphs from a released config.json, proved without an NPU.
+
+    \b
+    kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b
+    """
+    if ctx.invoked_subcommand is None:
+        print(OVERVIEW, end="")
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"A preset ({', '.join(_presets())}), a config.json, or a checkpoint folder.",
+        autocompletion=_presets,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@command
+def compile(  # noqa: A001 (the command's name)
+    model: Model,
+    target: Annotated[
+        str,
+        typer.Option(metavar="SOC", callback=_one_of(TARGETS, "target"), help=f"One of {', '.join(TARGETS)}."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; not with --dry-run.")
+    ] = None,
+    phase: Annotated[
+        str, typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make.")
+    ] = ",".join(PHASES),
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences of a step. Default: chosen and printed.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: chosen and printed.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Longest sequence, tokens. Default: chosen and printed.")
+    ] = None,
+    page: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a cache page. Default: chosen and printed.")
+    ] = None,
+    pages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
+    ] = None,
+    cann: Annotated[
+        str | None, typer.Option(metavar="V", help="CANN version the graphs are for. Default: printed.")
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(WEIGHTS),
+            callback=_one_of(WEIGHTS, "kind of weights"),
+            help="Bound when a bundle is loaded, or constants inside the graphs.",
+        ),
+    ] = "input",
+    torch_npu_wheel: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
+) -> None:
+    """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
+
+    \b
+    kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b
+    kimi-graph compile build/tiny --target 950dt --batch 2 --chunk 32 --max-len 256 -o build/tiny-950
+    """
+    if out is None and not dry_run:
+        raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
+    started = time.perf_counter()
+    with _progress() as progress:
+        from kimi_graph.compile.driver import compile_model
+        from kimi_graph.read_config import load_config
+
+        made = compile_model(
+            load_config(model),
+            target=target,
+            out=None if dry_run else out,
+            checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
+            phases=_split(phase),
+            batch=batch,
+            chunk=chunk,
+            max_len=max_len,
+            page=page,
+            pages=pages,
+            cann=cann,
+            weights=weights,
+            torch_npu_wheel=torch_npu_wheel,
+            cache_dir=cache_dir,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    _show(made, as_json=False, started=started, where=None if dry_run else out)
+
+
+@command
+def inspect(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    graph: Annotated[
+        str | None, typer.Option(metavar="PHASE", help="List the nodes of this phase's graphs instead.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph.
+
+    \b
+    kimi-graph inspect build/kl48b
+    kimi-graph inspect build/kl48b --graph decode
+    """
+    started = time.perf_counter()
+    from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+
+    found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
+    _show(found, as_json=as_json, started=started)
+
+
+@command
+def fixture(
+    model: Model,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="DIR", help="The checkpoint's folder.")],
+    layers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Decoder layers. Default: every kind of layer occurs.")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same weights.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a fixture that is there.")] = False,
+) -> None:
+    """Make a small checkpoint of a model's kind. It has the released tensor names, dtypes and head sizes, few layers
+    and random weights: real input for every other command.
+
+    \b
+    kimi-graph fixture kimi-linear-48b -o build/tiny
+    """
+    started = time.perf_counter()
+    from kimi_graph.fixture import make_fixture
+    from kimi_graph.read_config import load_config
+
+    made = make_fixture(load_config(model), out, layers=layers, seed=seed, overwrite=overwrite)
+    _show(made, as_json=False, started=started, where=out)
+
+
+@command
+def verify(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=0, help="Decode steps after the prefill.")] = 4,
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="M,M",
+            callback=_some_of(MODES, "mode"),
+            help="exact: every float in float64. native: the graphs' own dtypes.",
+        ),
+    ] = ",".join(MODES),
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of the tokens that are read.")] = 0,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Name the first node that differs, with its source line.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
+    decode steps; every output and every state is compared. Exit code 1 if one differs.
+
+    \b
+    kimi-graph verify build/tiny-a3 --steps 8
+    kimi-graph verify build/tiny-a3 --bisect
+    """
+    started = time.perf_counter()
+    with _progress() as progress:
+        from kimi_graph.compile.verify import verify_bundle
+
+        report = verify_bundle(
+            bundle,
+            checkpoint=checkpoint,
+            steps=steps,
+            modes=_split(mode),
+            seed=seed,
+            bisect=bisect,
+            progress=progress,
+        )
+    if report.passed or as_json:
+        _show(report, as_json=as_json, started=started)
+    else:
+        print(report.text())
+        _fail(report.summary)
+    if not report.passed:
+        raise typer.Exit(1)
