@@ -49,19 +49,18 @@ class _Profile:
 
 _PLATFORM = "platform files of CANN's runtime, memory size of the soc_version"
 
-_A2_MEMORY = {"B2": 64, "B1": 64, "B2C": 64, "B3": 64, "B4": 32, "B4-1": 32}
-_A3_MEMORY = {"9391": 64, "9392": 64, "9381": 64, "9382": 64, "9372": 64, "9362": 64, "9363": 32}
-_950PR_MEMORY = {"9589": 128, "9599": 128, "958b": 112, "9579": 128, "957b": 112, "957c": 84, "957d": 96}
-_950DT_MEMORY = {
-    **{"95A1": 144, "95A2": 96, "9591": 144, "9592": 96, "9595": 96, "9596": 64},
-    **{"9581x": 144, "9582x": 96},
-    **{"9581": 144, "9582": 96, "9583": 126, "9584": 84, "9585": 96, "9586": 64, "9587": 84, "9588": 56},
-    **{"9571": 144, "9572": 96, "9573": 126, "9574": 84, "9575": 96, "9576": 64, "9577": 84, "9578": 56},
-}
+# GiB of a die by the end of its soc_version, the usual variant first.
+_A2_MEMORY = "B2 64, B1 64, B2C 64, B3 64, B4 32, B4-1 32"
+_A3_MEMORY = "9391 64, 9392 64, 9381 64, 9382 64, 9372 64, 9362 64, 9363 32"
+_950PR_MEMORY = "9589 128, 9599 128, 958b 112, 9579 128, 957b 112, 957c 84, 957d 96"
+_950DT_MEMORY = """95A1 144, 95A2 96, 9591 144, 9592 96, 9595 96, 9596 64, 9581x 144, 9582x 96,
+    9581 144, 9582 96, 9583 126, 9584 84, 9585 96, 9586 64, 9587 84, 9588 56,
+    9571 144, 9572 96, 9573 126, 9574 84, 9575 96, 9576 64, 9577 84, 9578 56"""
 
 
-def _named(prefix: str, memory: dict[str, int]) -> dict[str, int]:
-    return {prefix + suffix: gib for suffix, gib in memory.items()}
+def _named(prefix: str, memory: str) -> dict[str, int]:
+    pairs = (entry.split() for entry in memory.split(","))
+    return {prefix + suffix: int(gib) for suffix, gib in pairs}
 
 
 _PROFILES = {

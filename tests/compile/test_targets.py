@@ -14,7 +14,9 @@ def test_every_target_names_a_chip_a_family_and_the_source_of_its_memory(name, c
     assert t.memory_source
 
 
-@pytest.mark.parametrize("name, variant, gib", [("a3", None, 64), ("950dt", None, 144), ("950pr", "Ascend950PR_958b", 112)])
+@pytest.mark.parametrize(
+    "name, variant, gib", [("a3", None, 64), ("950dt", None, 144), ("950pr", "Ascend950PR_958b", 112)]
+)
 def test_memory_is_that_of_one_die_of_the_variant(name, variant, gib):
     assert target(name, soc_version=variant).memory_bytes == gib * GIB
 
@@ -24,7 +26,9 @@ def test_a_bare_910b_is_no_variant_because_ge_takes_it_for_the_old_chip():
         target("a2", soc_version="Ascend910B")
 
 
-@pytest.mark.parametrize("given, nearest", [("A3", "a3"), ("a-3", "a3"), ("950d", "950dt"), ("a3superpod", "a3-superpod")])
+@pytest.mark.parametrize(
+    "given, nearest", [("A3", "a3"), ("a-3", "a3"), ("950d", "950dt"), ("a3superpod", "a3-superpod")]
+)
 def test_an_unknown_target_is_refused_with_the_nearest(given, nearest):
     with pytest.raises(CompileError, match=f"target {given!r} is not known; the nearest is {nearest!r}"):
         target(given)
