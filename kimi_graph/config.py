@@ -1,9 +1,14 @@
 """What a model is made of, read from a released `config.json`. See `read_config.py` for how it is read."""
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+
+from .errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +74,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A whole model. Equal configs have equal `fingerprint`s.
+    """A whole model. Two configs are equal when they mean the same model, whatever they are called.
 
     Attributes:
         name: preset name, or the name of the file's folder.
@@ -77,11 +82,11 @@ class ModelConfig:
         max_len: longest sequence in tokens.
         dtype: dtype of the weights that do not fix their own.
         tied: the output projection is the token embedding.
-        fingerprint: SHA-256 of the canonical JSON.
+        bos, eos, pad: ids of the tokens that start, end and fill a sequence.
         source: the file as read, for writing it again (a fixture, a bundle).
     """
 
-    name: str
+    name: str = field(compare=False)
     model_type: str
     vocab: int
     embed: int
@@ -93,5 +98,57 @@ class ModelConfig:
     bos: int
     eos: int
     pad: int
-    fingerprint: str
-    source: dict
+    source: dict[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
+        return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def canonical(config: ModelConfig) -> str:
+    """The meaning of a config as one line of JSON: defaults filled in, keys sorted."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.compare}
+            return {"kind": type(value).__name__, **fields}
+        if isinstance(value, tuple):
+            return [plain(v) for v in value]
+        return str(value) if isinstance(value, torch.dtype) else value
+
+    return json.dumps(plain(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """Room of one sequence in the paged caches: whole pages.
+
+    Attributes:
+        tokens: tokens that fit, at least those asked for.
+        pages: pages of each MLA layer.
+        bytes: of all MLA layers together, in the config's dtype.
+    """
+
+    tokens: int
+    pages: int
+    bytes: int
+
+
+def check_length(config: ModelConfig, length: int, page: int) -> Capacity:
+    """What a sequence of `length` tokens takes up, in pages of `page` tokens.
+
+    Raises:
+        ConfigError: `length` is not in 1..`config.max_len`, or `page` is not positive.
+    """
+    if page < 1:
+        raise ConfigError(f"page: found {page}, expected a positive number of tokens.")
+    if not 1 <= length <= config.max_len:
+        nearest = 1 if length < 1 else config.max_len
+        raise ConfigError(
+            f"max_len: found {length:,}, expected 1 to {config.max_len:,} ({config.name}); the nearest is {nearest:,}."
+        )
+    pages = -(-length // page)
+    mixers = [layer.mixer for layer in config.layers]
+    row = sum(m.latent + m.key_rope for m in mixers if isinstance(m, MlaConfig)) * config.dtype.itemsize
+    return Capacity(tokens=pages * page, pages=pages, bytes=pages * page * row)

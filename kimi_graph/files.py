@@ -1,0 +1,37 @@
+"""Folders that are whole or not there: written under a temporary name beside their place, then renamed."""
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder to write to; at the end it becomes `folder`, after an error it is gone.
+
+    What was at `folder` before is replaced: whether it may be is for the caller to decide first.
+    """
+    folder = Path(folder).absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stem = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
+    work, old = stem.with_suffix(".part"), stem.with_suffix(".old")
+    work.mkdir()
+    try:
+        yield work
+        if os.path.lexists(folder):
+            folder.rename(old)
+        try:
+            work.rename(folder)
+        except OSError:
+            if os.path.lexists(old):
+                old.rename(folder)
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if old.is_symlink():
+        old.unlink()
+    elif old.exists():
+        shutil.rmtree(old)

@@ -1,0 +1,84 @@
+"""A byte-level tokenizer for fixtures, in the files that `transformers` and serving engines read.
+
+Id b is byte b; the ids from 256 on are special tokens, those of chats first, the rest reserved, so that every id a
+model can produce decodes.
+"""
+
+from typing import Any
+
+from .config import ModelConfig
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+BYTES = 256
+CHAT = ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+
+# user and assistant have a token of their own, every other role is named behind the system token.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- set role = message['role'] -%}
+{{ '<|im_' + (role if role in ('user', 'assistant') else 'system') + '|>' + role + '<|im_middle|>' }}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_assistant|>assistant<|im_middle|>' }}
+{%- endif -%}
+"""
+
+
+def special_tokens(config: ModelConfig) -> dict[int, str]:
+    """Text of every id from 256 to the end of the vocabulary."""
+    texts: dict[int, str] = {}
+    for at, text in ((config.eos, "<|im_end|>"), (config.bos, "[BOS]"), (config.pad, "[PAD]")):
+        texts.setdefault(at, text)
+    chat = iter(CHAT)
+    for at in range(BYTES, config.vocab):
+        if at not in texts:
+            texts[at] = next(chat, f"<|reserved_token_{at}|>")
+    return dict(sorted(texts.items()))
+
+
+def byte_letters() -> list[str]:
+    """The letter that stands for each byte: itself if it prints, else the next from U+0100 on (as GPT-2 has it)."""
+    printed = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    rest = iter(range(0x100, 0x200))
+    return [chr(b if b in printed else next(rest)) for b in range(BYTES)]
+
+
+def chat_tokenizer(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Contents of tokenizer.json and tokenizer_config.json, for a vocabulary of 256 bytes and then special tokens."""
+    special = special_tokens(config)
+    assert len(special) >= len(CHAT) + 1 and min(special) >= BYTES, special
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": at, "content": text, **flags} for at, text in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {letter: b for b, letter in enumerate(byte_letters())},
+            "merges": [],
+        },
+    }
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_len,
+        "bos_token": special[config.bos],
+        "eos_token": special[config.eos],
+        "pad_token": special[config.pad],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    return tokenizer, about
