@@ -26,7 +26,8 @@ from .errors import KimiGraphError
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
 
-TARGETS = ("a2", "a3", "950pr", "950dt")
+TARGETS = "a2, a3, a3-superpod, 950pr, 950dt, 950-superpod"  # for help; the compiler knows and checks them
+CANN_VERSIONS = "8.5, 9.1, 9.2"
 PHASES = ("prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
@@ -197,14 +198,18 @@ def _progress() -> Iterator[Progress]:
 
 
 def _show(result: Result, *, as_json: bool, started: float, where: Path | None = None) -> None:
-    """Print a result and the closing line: what was made, where, how long it took."""
     if as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
     if text := result.text():
         print(text)
+    _close(result.summary, started, where)
+
+
+def _close(what: str, started: float, where: Path | None = None) -> None:
+    """The line a command ends with: what was made, where, how long it took."""
     place = f" -> {where}" if where else ""
-    print(f"{result.summary}{place} in {time.perf_counter() - started:.1f} s")
+    print(f"{what}{place} in {time.perf_counter() - started:.1f} s")
 
 
 @app.callback(invoke_without_command=True)
@@ -239,7 +244,7 @@ def compile(  # noqa: A001 (the command's name)
     model: Model,
     target: Annotated[
         str,
-        typer.Option(metavar="SOC", callback=_one_of(TARGETS, "target"), help=f"One of {', '.join(TARGETS)}."),
+        typer.Option(metavar="NAME", help=f"What the graphs are for: {TARGETS}."),
     ],
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; not with --dry-run.")
@@ -263,8 +268,8 @@ def compile(  # noqa: A001 (the command's name)
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
     ] = None,
     cann: Annotated[
-        str | None, typer.Option(metavar="V", help="CANN version the graphs are for. Default: printed.")
-    ] = None,
+        str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
+    ] = "9.1",
     weights: Annotated[
         str,
         typer.Option(
@@ -294,12 +299,15 @@ def compile(  # noqa: A001 (the command's name)
         raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
     started = time.perf_counter()
     with _progress() as progress:
+        from kimi_graph.compile.targets import target as find_target
+
+        profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.read_config import load_config
 
         made = compile_model(
             load_config(model),
-            target=target,
+            target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
             phases=_split(phase),
@@ -308,7 +316,6 @@ def compile(  # noqa: A001 (the command's name)
             max_len=max_len,
             page=page,
             pages=pages,
-            cann=cann,
             weights=weights,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir,
@@ -360,7 +367,8 @@ def fixture(
     from kimi_graph.read_config import load_config
 
     made = make_fixture(load_config(model), out, layers=layers, seed=seed, overwrite=overwrite)
-    _show(made, as_json=False, started=started, where=out)
+    shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
+    _close(f"fixture of {model}: {shape}", started, out)
 
 
 @command

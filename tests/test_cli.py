@@ -1,0 +1,288 @@
+"""The frame of the command line: exit codes, what goes to which stream. What commands do is tested elsewhere."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kimi_graph import cli
+from kimi_graph.compile import targets
+from kimi_graph.errors import BundleError
+
+COMMANDS = ["compile", "inspect", "fixture", "verify"]
+
+
+class Found:
+    """A result with many lines."""
+
+    passed = True
+    config = types.SimpleNamespace(layers=[None] * 5)
+    tensors, bytes = 7, 1_500_000
+    summary = "2 graphs, 12 nodes"
+
+    def text(self):
+        return "phase    nodes\n" * 3000
+
+    def to_json(self):
+        return {"graphs": 2}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run a command line whose functions are replaced: `run(["inspect", "x"], inspect_bundle=f)`."""
+
+    def run(arguments, **functions):
+        called = {}
+
+        def stand_in(name, f):
+            def call(*args, **kwargs):
+                called[name] = (args, kwargs)
+                return f(*args, **kwargs)
+
+            return call
+
+        for module, names in {
+            "kimi_graph.compile.driver": ["compile_model"],
+            "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
+            "kimi_graph.compile.verify": ["verify_bundle"],
+            "kimi_graph.fixture": ["make_fixture"],
+            "kimi_graph.read_config": ["load_config"],
+        }.items():
+            fake = types.ModuleType(module)
+            for name in names:
+                setattr(fake, name, stand_in(name, functions.get(name, lambda *a, **k: Found())))
+            monkeypatch.setitem(sys.modules, module, fake)
+        result = CliRunner().invoke(cli.app, arguments, prog_name="kimi-graph")
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result, called
+
+    return run
+
+
+def shell(*arguments, **kwargs):
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kimi_graph", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=kwargs.pop("stdout", subprocess.PIPE),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment | kwargs.pop("env", {}),
+        **kwargs,
+    )
+
+
+def fails(error):
+    def f(*args, **kwargs):
+        raise error
+
+    return f
+
+
+def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
+    result, _ = run([])
+    assert result.exit_code == 0
+    shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
+    assert shown == ["compile", "inspect", "fixture", "compile", "verify"]
+
+
+def test_the_version_is_the_packages():
+    out, _ = shell("--version").communicate()
+    assert out == f"kimi-graph {cli.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], *([c] for c in COMMANDS)], ids=str)
+def test_help_starts_with_the_purpose_then_an_example_in_100_columns(run, command):
+    result, _ = run([*command, "--help"])
+    purpose, example, usage = result.output.split("\n\n")[:3]
+    assert result.exit_code == 0
+    assert re.match(r"  [A-Z]", purpose) and not purpose.strip().startswith("Usage")
+    assert example.startswith("  kimi-graph")
+    assert usage.startswith("Usage: kimi-graph")
+    assert max(map(len, result.output.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_help_text_parse(run, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"^  kimi-graph (.*)$", run([command, "--help"])[0].output, re.M)
+    assert examples
+    for example in examples:
+        assert run(example.split())[0].exit_code == 0, example
+
+
+def test_help_does_not_import_torch_and_answers_at_once():
+    code = "import sys, kimi_graph.cli; print(sorted({'torch', 'numpy', 'rich', 'transformers'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+    def seconds():
+        start = time.perf_counter()
+        shell("compile", "--help").communicate()
+        return time.perf_counter() - start
+
+    # 0.15 s on two idle cores; the best of three, as the machine may be busy.
+    assert min(seconds() for _ in range(3)) < 0.4
+
+
+def test_a_command_ends_with_what_was_made_where_and_how_long(run):
+    result, called = run(["compile", "kimi-linear-48b", "--target", "a3", "-o", "b"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"2 graphs, 12 nodes -> b in \d+\.\d s", result.stdout.splitlines()[-1])
+    _, options = called["compile_model"]
+    assert (options["target"].name, options["phases"], options["out"]) == ("a3", ("prefill", "decode"), Path("b"))
+
+
+def test_a_fixture_ends_with_its_size(run):
+    result, _ = run(["fixture", "kimi-linear-48b", "-o", "b"])
+    assert re.fullmatch(r"fixture of kimi-linear-48b: 5 layers, 7 tensors, 1\.5 MB -> b in \d+\.\d s\n", result.stdout)
+
+
+def test_help_names_the_targets_and_releases_there_are():
+    assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
+    assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
+
+
+def test_an_unknown_target_is_answered_before_anything_is_imported(run):
+    result, called = run(["compile", "m", "--target", "a4", "-o", "b"])
+    assert (result.exit_code, called) == (1, {})
+    assert "the nearest is" in result.stderr
+
+
+def test_a_dry_run_has_no_folder(run):
+    result, called = run(["compile", "kimi-linear-48b", "--target", "a3", "--dry-run"])
+    assert result.exit_code == 0
+    assert called["compile_model"][1]["out"] is None
+
+
+def test_a_folder_is_a_checkpoint_and_a_preset_is_not(run, tmp_path):
+    _, called = run(["compile", str(tmp_path), "--target", "a3", "--dry-run"])
+    assert called["compile_model"][1]["checkpoint"] == tmp_path
+    _, called = run(["compile", "kimi-linear-48b", "--target", "a3", "--dry-run"])
+    assert called["compile_model"][1]["checkpoint"] is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "b"], ["inspect", "b", "--graph", "decode"], ["verify", "b"]], ids=str
+)
+def test_json_mode_prints_json_and_nothing_else(run, arguments):
+    result, _ = run([*arguments, "--json"])
+    assert json.loads(result.stdout) == {"graphs": 2}
+
+
+def test_an_error_a_caller_can_fix_is_one_message_and_exit_code_1(run):
+    result, _ = run(["inspect", "b"], inspect_bundle=fails(BundleError("b/manifest.json: not there.")))
+    assert result.exit_code == 1
+    assert (result.stdout, result.stderr) == ("", "error: b/manifest.json: not there.\n")
+
+
+def test_an_error_of_the_system_names_the_file(run):
+    result, _ = run(["inspect", "b"], inspect_bundle=fails(OSError(28, "No space left on device", "b/x")))
+    assert (result.exit_code, result.stderr) == (1, "error: b/x: No space left on device\n")
+
+
+def test_our_own_faults_keep_their_traceback(run):
+    with pytest.raises(AssertionError):
+        run(["inspect", "b"], inspect_bundle=fails(AssertionError("never")))
+
+
+def test_a_bundle_that_differs_is_exit_code_1(run):
+    report = Found()
+    report.passed = False
+    result, _ = run(["verify", "b"], verify_bundle=lambda *a, **k: report)
+    assert (result.exit_code, result.stderr) == (1, "error: 2 graphs, 12 nodes\n")
+    assert result.stdout.startswith("phase")
+    result, _ = run(["verify", "b", "--json"], verify_bundle=lambda *a, **k: report)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"graphs": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments, hint",
+    [
+        (["compil"], "compile"),
+        (["compile", "m", "--target", "a3"], "-o"),
+        (["compile", "m", "--target", "a3", "-o", "b", "--phase", "prefil"], "prefill, decode"),
+        (["compile", "m", "--target", "a3", "-o", "b", "--phase", "decode,decode"], "twice"),
+        (["compile", "m", "--target", "a3", "-o", "b", "--batch", "0"], "--batch"),
+        (["verify", "b", "--mode", "fast"], "exact, native"),
+        (["verify"], "BUNDLE"),
+    ],
+    ids=str,
+)
+def test_a_command_line_that_is_not_understood_is_exit_code_2_with_a_hint(run, arguments, hint):
+    result, called = run(arguments)
+    assert (result.exit_code, result.stdout, called) == (2, "", {})
+    assert hint in result.stderr
+
+
+# The rest needs a real process. The command is a stand-in that prints or sleeps.
+
+PROGRAM = """
+import sys, time, types
+sys.modules["kimi_graph.compile.inspect"] = fake = types.ModuleType("fake")
+class Found:
+    summary = "done"
+    def text(self): return "line\\n" * 100_000
+    def to_json(self): return {}
+def inspect_bundle(folder):
+    if str(folder) == "sleep":
+        print("ready", flush=True)
+        time.sleep(60)
+    return Found()
+fake.inspect_bundle = fake.inspect_graph = inspect_bundle
+sys.argv = ["kimi-graph", "inspect", sys.argv[1]]
+from kimi_graph.cli import main
+main()
+"""
+
+
+def process(argument):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130():
+    child = process("sleep")
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=20)
+    assert (child.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_no_error_message():
+    child = process("print")
+    assert child.stdout.readline() == "line\n"
+    child.stdout.close()
+    assert (child.wait(timeout=20), child.stderr.read()) == (141, "")
+    child.stderr.close()
+
+
+def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
+    with cli._progress() as progress:
+        for done in range(3):
+            progress("Downloading", done, 2)
+        progress("Tracing", 0, 0)
+    assert capsys.readouterr() == ("", "Downloading ...\nTracing ...\n")
+
+
+def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with cli._progress() as progress:
+        progress("Downloading", 1, 2)
+        progress("Tracing", 0, 0)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Downloading" in err
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", err)  # no foreground colour
