@@ -19,7 +19,7 @@ def moe_route(scores: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[T
         weights `[N, K]` float32 and experts `[N, K]` int32, best first; equal scores go to the lower expert.
     """
     probability = torch.sigmoid(at_least_f32(scores))
-    chosen = torch.sort(probability + bias, -1, descending=True, stable=True).indices[:, :top_k]
+    chosen = torch.sort(probability + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = torch.gather(probability, 1, chosen)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, chosen.int()
 
@@ -52,7 +52,7 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
     """
     rows, top_k = chosen.shape
     flat = chosen.flatten().long()
-    order = torch.sort(flat, stable=True).indices
+    order = torch.sort(flat, dim=0, stable=True).indices
     place = torch.empty_like(order).scatter_(0, order, torch.arange(rows * top_k, device=x.device))
     return (
         x[order // top_k],

@@ -23,13 +23,13 @@ def pack(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def left_to_right(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rows `[B, T, ...]` with their real tokens (mask True) moved to the left, and counts `[B]`."""
-    order = torch.sort(mask.int(), 1, descending=True, stable=True).indices
+    order = torch.sort(mask.int(), dim=1, descending=True, stable=True).indices
     return x[torch.arange(len(x))[:, None], order], mask.sum(1)
 
 
 def right_to_left(x: Tensor, mask: Tensor) -> Tensor:
     """The inverse of `left_to_right`; padding becomes zero."""
-    order = torch.sort(mask.int(), 1, descending=True, stable=True).indices
+    order = torch.sort(mask.int(), dim=1, descending=True, stable=True).indices
     back = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1]).expand_as(order))
     moved = x[torch.arange(len(x))[:, None], back]
     return moved.masked_fill(~mask.view(*mask.shape, *[1] * (x.ndim - 2)), 0)

@@ -1,7 +1,7 @@
 """Models: a spec, a schedule and a name map; and the functions that run them."""
 
 from .decoder import Block, Decoder, count_parameters, forward, model_specs, state_specs
-from .run import State, decode, generate, init_state, prefill
+from .run import State, decode, generate, init_params, init_state, prefill
 
 __all__ = [
     "Block",
@@ -11,6 +11,7 @@ __all__ = [
     "decode",
     "forward",
     "generate",
+    "init_params",
     "init_state",
     "model_specs",
     "prefill",

@@ -13,12 +13,14 @@ from torch import Tensor
 from kimi_graph import tree
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import ConfigError
+from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, packing, step_batch
 from kimi_graph.ops import donating
+from kimi_graph.spec import ParamSpec
 from kimi_graph.taps import collect
 from kimi_graph.tree import Leaf, param_tree
 
-from .decoder import Decoder, forward, state_specs
+from .decoder import Decoder, forward, model_specs, state_specs
 
 PAGE = 128  # tokens of a cache page; CANN's paged attention takes multiples of 16 up to 1,024
 
@@ -44,6 +46,20 @@ class State(Generic[Leaf]):
     def capacity(self) -> int:
         """Tokens a sequence can hold: whole pages."""
         return self.block_table.shape[1] * self.page  # type: ignore[attr-defined]
+
+
+def init_params(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder[Tensor]:
+    """Random parameters; the same seed gives the same parameters. Activations stay of order one through any depth.
+
+    Args:
+        dtype: of every parameter; those that fix float32 stay float32 unless it is float64.
+    """
+
+    def make(path: str, spec: ParamSpec) -> Tensor:
+        fixed = spec.dtype if dtype != torch.float64 else None
+        return init_tensor(spec, path, seed).to(fixed or dtype)
+
+    return tree.map_with_path(make, model_specs(config))
 
 
 def init_state(

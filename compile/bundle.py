@@ -1,0 +1,140 @@
+"""The bundle: a folder with graphs, a weight plan and a manifest, written whole or not at all.
+
+```
+manifest.json     what it is: model, target, phases, state contract, hashes, what is not proved
+weights.json      the weight plan: of which checkpoint tensors and by which steps each graph weight is made
+graphs/*.air      one static graph per phase and bucket
+```
+Paths inside are relative; nothing in a bundle says where it or the checkpoint lies.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kimi_graph.errors import BundleError
+
+FORMAT = 1
+MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An opened bundle."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    weights: dict[str, Any]
+
+    def graph(self, phase: str) -> dict[str, Any]:
+        """The manifest's entry of the graph of a phase.
+
+        Raises:
+            BundleError: no such phase.
+        """
+        for entry in self.manifest["graphs"]:
+            if phase in (entry["phase"], entry["name"]):
+                return entry
+        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; it has {[g['name'] for g in self.manifest['graphs']]}.")
+
+    def graph_bytes(self, entry: dict[str, Any]) -> bytes:
+        """The bytes of a graph's file, checked against the manifest's hash."""
+        path = self.folder / entry["file"]
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            raise BundleError(f"{path}: {e.strerror or e}; the bundle is incomplete.") from None
+        check_hash(data, entry["sha256"], path)
+        return data
+
+
+def check_hash(data: bytes, expected: str, path: Path) -> None:
+    """Raises BundleError where `data` is not what the manifest says."""
+    found = hashlib.sha256(data).hexdigest()
+    if found != expected:
+        raise BundleError(
+            f"{path}: SHA-256 is {found[:16]}..., the manifest says {expected[:16]}...; the file was changed or damaged."
+        )
+
+
+def dump(value: Any) -> bytes:
+    """JSON with sorted keys and a final newline: the same value is the same bytes."""
+    return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as e:
+        raise BundleError(f"{path}: {e.strerror or e}; this is not a whole bundle.") from None
+    except ValueError as e:
+        raise BundleError(f"{path}: not JSON ({e}).") from None
+
+
+def open_bundle(folder: str | Path) -> Bundle:
+    """Open a bundle and check its manifest and weight plan.
+
+    Raises:
+        BundleError: not a bundle, made by another format version, or damaged.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST).is_file():
+        raise BundleError(f"{folder}: no {MANIFEST}; a bundle is a folder written by `kimi-graph compile`.")
+    manifest = _load(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        raise BundleError(f"{weights}: missing; the bundle is incomplete.")
+    check_hash(weights.read_bytes(), manifest["weights"]["sha256"], weights)
+    for entry in manifest["graphs"]:
+        file = Path(entry["file"])
+        if file.is_absolute() or ".." in file.parts:
+            raise BundleError(f"{folder / MANIFEST}: graph file {entry['file']!r} leaves the bundle.")
+    return Bundle(folder, manifest, _load(weights))
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that becomes it at the end; nothing is left behind on failure.
+
+    An older bundle there is replaced; anything else is refused.
+
+    Raises:
+        BundleError: `folder` exists and is not a bundle, or cannot be written.
+    """
+    folder = Path(folder).absolute()
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as e:
+        raise BundleError(f"{folder.parent}: {e.strerror or e}; a bundle cannot be written here.") from None
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        _swap(temporary, folder)
+    except OSError as e:
+        raise BundleError(f"{folder}: {e.strerror or e}; nothing was written.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _swap(new: Path, folder: Path) -> None:
+    """`new` takes the place of `folder`; at every moment one whole bundle exists."""
+    if not folder.exists():
+        new.rename(folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    os.rename(folder, old / "bundle")
+    new.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

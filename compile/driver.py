@@ -1,0 +1,326 @@
+"""`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kimi_graph import tree
+from kimi_graph.config import ModelConfig, check_length
+from kimi_graph.errors import CompileError
+from kimi_graph.models import decoder
+
+from . import air, bundle, recipe
+from .checks import check_graph
+from .convert import convert
+from .executor import infer_shapes
+from .ge_proto import ModelDef, OpDef, dtype_of, shape_of
+from .passes import fold_weights, lower_einsum, simplify, weight_name
+from .phases import Bucket, capture_pieces, schedule
+from .recipe import Step
+from .stamp import Assembly, Piece, make_piece
+from .targets import Target
+from .torchair_host import Host
+
+GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to compile.
+
+    Attributes:
+        phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
+        max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
+        target, cann: what it is lowered for.
+    """
+
+    config: ModelConfig
+    target: Target
+    cann: str
+    phases: tuple[str, ...] = ("prefill", "decode")
+    rows: int = 1
+    chunk: int = 512
+    max_len: int = 4096
+    page: int = 128
+    pages: int | None = None
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The static shapes, checked.
+
+        Raises:
+            CompileError: a number that cannot be meant.
+        """
+        for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
+            if value < 1:
+                raise CompileError(f"{name} is {value}; the smallest is 1.")
+        for phase in self.phases:
+            if phase not in ("prefill", "decode"):
+                raise CompileError(f"--phase {phase!r}: the phases are prefill and decode.")
+        if self.page % 16 or not 16 <= self.page <= 1024:
+            nearest = min(1024, max(16, round(self.page / 16) * 16))
+            raise CompileError(f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; {nearest}.")
+        sequence_pages = check_length(self.config, self.max_len, self.page).pages
+        needed = self.rows * sequence_pages + 1
+        pages = needed if self.pages is None else self.pages
+        if pages < sequence_pages + 1:
+            raise CompileError(
+                f"--pages {pages}: one sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
+                f"and page 0 is nobody's; at least {sequence_pages + 1}, or {needed} for {self.rows} full sequences."
+            )
+        if self.chunk > sequence_pages * self.page:
+            raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
+        shape = Bucket(
+            phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
+            slots=self.rows + 1,
+        )  # fmt: skip
+        sizes = {"decode": 1, "prefill": self.chunk}
+        return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A finished graph of one bucket, and where everything in it comes from."""
+
+    bucket: Bucket
+    model: ModelDef
+    weights: dict[str, tuple[str, tuple[Step, ...]]]
+    sources: dict[str, str]
+
+    @property
+    def ops(self) -> dict[str, int]:
+        """Number of nodes of each GE type."""
+        return dict(sorted(Counter(op.type for op in self.model.graph[0].op).items()))
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each step of a compile."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    notify: Callable[[str], None] = lambda step: None
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        self.notify(name)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+
+
+# ---- one graph -------------------------------------------------------------------------------------------------------
+
+
+def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = None) -> Graph:
+    """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers."""
+    clock = clock or Clock()
+    with clock.step("trace"):
+        captured = capture_pieces(request.config, b)
+    with clock.step("convert"):
+        pieces = {name: convert_piece(name, c, request, host) for name, c in captured.items()}
+    with clock.step("stamp"):
+        graph = stamp_graph(request.config, b, pieces)
+    with clock.step("check"):
+        check_graph(
+            graph.model,
+            request.target,
+            host.prototypes,
+            weights=set(graph.weights),
+            states={op.name for op in graph.model.graph[0].op if op.type == "RefData"},
+        )
+    return graph
+
+
+def convert_piece(name: str, captured: Any, request: Request, host: Host) -> Piece:
+    """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
+    folded = fold_weights(simplify(lower_einsum(captured)), lambda n: n.startswith("p."))
+    made = convert(folded.captured.module, name=name, host=host, target=request.target, cann=request.cann)
+    placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
+    inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
+    infer_shapes(made.model)
+    return make_piece(made.model, inputs, folded.captured.outputs, folded.weights, made.sources)
+
+
+def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:
+    """Path in the parameter tree of a piece's `p.` input: `p.kda.query` in layer 3 is `layers.3.kda.query`."""
+    path = name.removeprefix("p.")
+    if path == "head" and config.tied:
+        path = "embed"
+    return f"{prefix}.{path}" if prefix else path
+
+
+def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Graph:
+    """Copy the pieces to all layers and tie them together."""
+    assembly = Assembly(b.name)
+    weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
+    x = ""
+    for use in schedule(config):
+        piece = pieces[use.piece]
+
+        def bind(name: str, op: OpDef, prefix: str = use.prefix, piece: Piece = piece, kind: str = use.piece) -> str:
+            if name == "x":
+                return x
+            if name.startswith("p."):
+                parameter, steps = piece.weights[name]
+                path = parameter_path(config, parameter, prefix)
+                full = "p." + weight_name(path, steps)
+                weights[full] = (path, steps)
+                return assembly.input(full, op)
+            if name.startswith("s."):
+                return assembly.input(f"s.{prefix}.{kind}.{name.removeprefix('s.')}", op)
+            return assembly.input(name, op)
+
+        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
+        out = assembly.stamp(piece, where, bind)
+        x = out.get("x", "")
+    return Graph(b, assembly.finish(out), weights, assembly.sources)
+
+
+# ---- the bundle ------------------------------------------------------------------------------------------------------
+
+
+def compile_bundle(request: Request, host: Host, out: Path | None, clock: Clock | None = None) -> dict[str, Any]:
+    """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
+
+    Returns:
+        The manifest.
+    """
+    clock = clock or Clock()
+    graphs = [build_graph(request, b, host, clock) for b in request.buckets()]
+    with clock.step("write"):
+        files = {f"{bundle.GRAPHS}/{g.bucket.name}.air": air.to_bytes(g.model) for g in graphs}
+        plan = bundle.dump(weight_plan(request.config, graphs))
+        manifest = make_manifest(request, host, graphs, files, plan)
+        if out is not None:
+            with bundle.writing(out) as folder:
+                (folder / bundle.GRAPHS).mkdir()
+                for name, data in files.items():
+                    (folder / name).write_bytes(data)
+                (folder / bundle.WEIGHTS).write_bytes(plan)
+                (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
+    return manifest
+
+
+def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
+    """Every graph weight: the parameter, its checkpoint tensors, and the steps from there."""
+    specs = dict(tree.items(decoder.model_specs(config)))
+    plan: dict[str, Any] = {}
+    for graph in graphs:
+        shapes = {op.name: op.output_desc[0] for op in graph.model.graph[0].op if op.type == "Data"}
+        for name, (path, steps) in graph.weights.items():
+            spec, desc = specs[path], shapes[name]
+            plan[name] = {
+                "parameter": path,
+                "tensors": list(spec.source),
+                "stored": list(spec.stored),
+                "shape": list(spec.shape),
+                "dtype": str(dtype_of(desc)).removeprefix("torch."),
+                "steps": recipe.to_json(steps),
+            }
+    used = {op.name for g in graphs for op in g.model.graph[0].op}
+    generated = {name: list(kind) for name, kind in GENERATED.items() if name in used}
+    return {"weights": plan, "generated": generated}
+
+
+def make_manifest(
+    request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes], plan: bytes
+) -> dict[str, Any]:
+    import kimi_graph
+
+    c, b = request.config, graphs[0].bucket
+    return {
+        "format": bundle.FORMAT,
+        "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
+        "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
+        "target": {"name": request.target.name, "cann": request.cann},
+        "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(plan).hexdigest()},
+        "state": state_contract(c, b, graphs),
+        "graphs": [graph_entry(g, *item) for g, item in zip(graphs, files.items(), strict=True)],
+        "unproved": UNPROVED,
+    }
+
+
+def state_contract(c: ModelConfig, b: Bucket, graphs: list[Graph]) -> dict[str, Any]:
+    """What a runtime must hold between steps, and how it says where."""
+    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    described = {op.name: op.output_desc[0] for g in graphs for op in g.model.graph[0].op if op.type == "RefData"}
+    entries = []
+    for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True)):
+        for leaf, s in tree.items(spec):
+            name = f"s.layers.{i}.{layer.kinds[0]}.{leaf}"
+            entries.append(
+                {
+                    "name": name,
+                    "shape": list(s.shape),
+                    "graph_shape": list(shape_of(described[name])),
+                    "axes": list(s.axes),
+                    "dtype": str(s.dtype).removeprefix("torch."),
+                }
+            )
+    return {
+        "slots": b.slots,
+        "pages": b.pages,
+        "page_tokens": b.page,
+        "pages_per_sequence": b.sequence_pages,
+        "tokens_per_sequence": b.sequence_pages * b.page,
+        "rules": RULES,
+        "states": entries,
+    }
+
+
+RULES = [
+    "All states are zero before the first step. Graphs update them in place; all phases share them.",
+    "Slot 0 and page 0 are nobody's: rows without a sequence use slot 0, padding tokens are written to page 0.",
+    "A sequence starts in prefill with lengths equal to counts; its slot and pages need no clearing.",
+    "batch.lengths: tokens of the sequence after the step. batch.counts: its new tokens; the rest of a row is padding.",
+    "batch.block_table: the sequence's pages in order. batch.slot_mapping: page * page_tokens + offset of each token.",
+    "graph_shape has the same elements in the same order as shape.",
+]
+
+UNPROVED = [
+    "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
+    "published ones, and the graphs were executed on a CPU.",
+    "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; their device kernels are not part of a bundle.",
+]
+
+
+def graph_entry(graph: Graph, file: str, data: bytes) -> dict[str, Any]:
+    b, ops = graph.bucket, graph.model.graph[0].op
+
+    def describe(op: OpDef) -> dict[str, Any]:
+        desc = op.output_desc[0]
+        return {"name": op.name, "shape": list(shape_of(desc)), "dtype": str(dtype_of(desc)).removeprefix("torch.")}
+
+    data_ops = [op for op in ops if op.type == "Data"]
+    net = ops[-1].input_desc
+    return {
+        "name": b.name,
+        "phase": b.phase,
+        "rows": b.rows,
+        "tokens": b.tokens,
+        "file": file,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "inputs": [describe(op) for op in data_ops if not op.name.startswith("p.")],
+        "weights": [op.name for op in data_ops if op.name.startswith("p.")],
+        "states": [op.name for op in ops if op.type == "RefData"],
+        "outputs": [
+            {"name": "logits", "shape": list(shape_of(d)), "dtype": str(dtype_of(d)).removeprefix("torch.")} for d in net
+        ],
+        "ops": graph.ops,
+    }
+
+
+def default_cann(target: Target) -> str:
+    """The newest CANN version the target's operators were checked for."""
+    if not target.cann:
+        raise CompileError(f"target {target.name}: no CANN version is known.")
+    return target.cann[-1]

@@ -1,0 +1,168 @@
+"""Pieces of GE graph, converted once, copied to every place they serve with names of their own.
+
+A piece has named inputs (`x`, `batch.slots`, `p.kda.query`, `s.memory`) and named outputs (`x`, `s.memory`). A state
+output becomes in-place use of the state input. Stamping is a copy in protobuf: no tracing, no conversion.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from .ge_proto import ModelDef, OpDef, set_attr, split_edge
+from .prototypes import IN_PLACE
+from .recipe import Step
+
+VIEWS = frozenset({"Reshape", "Identity"})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A converted piece.
+
+    Attributes:
+        ops: its nodes without NetOutput; inputs are Data, states RefData.
+        inputs: dotted name of each Data and RefData node. outputs: edge of each output that is not a state.
+        weights: for each `p.` input, the parameter it is made of and the recipe steps.
+        sources: source line of each node.
+    """
+
+    ops: tuple[OpDef, ...]
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+    weights: Mapping[str, tuple[str, tuple[Step, ...]]]
+    sources: Mapping[str, str]
+
+
+def make_piece(
+    model: ModelDef,
+    inputs: Mapping[str, str],
+    outputs: Iterable[str],
+    weights: Mapping[str, tuple[str, tuple[Step, ...]]],
+    sources: Mapping[str, str],
+) -> Piece:
+    """A piece of a converted graph: states in place, nothing dead.
+
+    Args:
+        model: one graph. inputs: dotted name per Data node. outputs: dotted names in NetOutput's order.
+    """
+    ops = {op.name: op for op in model.graph[0].op}
+    results = next(op for op in ops.values() if op.type == "NetOutput")
+    edges = dict(zip(outputs, results.input, strict=True))
+    node_of = {name: node for node, name in inputs.items()}
+    for name, edge in edges.items():
+        if name.startswith("s."):
+            state = node_of[name]
+            origin = _origin(ops, edge)
+            found = _written_state(ops, origin)
+            assert found == state, f"{name}: its next value comes from {origin}, which does not write it in place"
+            ops[state].type = "RefData"
+    keep = {name: edge for name, edge in edges.items() if not name.startswith("s.")}
+    _shorten_views(ops)
+    alive = _alive(ops, keep.values())
+    return Piece(
+        ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
+        inputs={node: name for node, name in inputs.items() if node in alive},
+        outputs=keep,
+        weights=weights,
+        sources=sources,
+    )
+
+
+def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
+    """The edge behind views of it."""
+    node, _ = split_edge(edge)
+    while ops[node].type in VIEWS:
+        edge = ops[node].input[0]
+        node, _ = split_edge(edge)
+    return edge
+
+
+def _written_state(ops: Mapping[str, OpDef], edge: str) -> str | None:
+    """The Data node whose memory the edge's value is, if an in-place operator made it."""
+    node, index = split_edge(edge)
+    op = ops[node]
+    aliased = IN_PLACE.get(op.type, {}).get(op.output_desc[index].name)
+    if aliased is None:
+        return None
+    position = [d.name for d in op.input_desc].index(aliased)
+    return split_edge(op.input[position])[0]
+
+
+def _shorten_views(ops: Mapping[str, OpDef]) -> None:
+    """A reshape of a reshape reads what the first one read."""
+    for op in ops.values():
+        if op.type == "Reshape":
+            op.input[0] = _origin(ops, op.input[0])
+            node, index = split_edge(op.input[0])
+            op.input_desc[0].CopyFrom(ops[node].output_desc[index])
+            op.input_desc[0].name = "x"
+
+
+def _alive(ops: Mapping[str, OpDef], roots: Iterable[str]) -> set[str]:
+    """Nodes that an output needs, and nodes that write a state."""
+    todo = [split_edge(edge)[0] for edge in roots] + [name for name, op in ops.items() if op.type in IN_PLACE]
+    alive: set[str] = set()
+    while todo:
+        node = todo.pop()
+        if node not in alive:
+            alive.add(node)
+            todo += [split_edge(edge)[0] for edge in ops[node].input if edge]
+    return alive
+
+
+@dataclass
+class Assembly:
+    """A whole graph in the making: ops in order, inputs made when first asked for."""
+
+    name: str
+    inputs: dict[str, OpDef] = field(default_factory=dict)
+    body: list[OpDef] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def input(self, name: str, like: OpDef) -> str:
+        """The edge of the graph input `name`, a copy of `like` when it is new."""
+        if name not in self.inputs:
+            self.inputs[name] = copy = OpDef()
+            copy.CopyFrom(like)
+            copy.name = name
+        elif list(self.inputs[name].output_desc[0].shape.dim) != list(like.output_desc[0].shape.dim):
+            mine, other = self.inputs[name].output_desc[0].shape.dim, like.output_desc[0].shape.dim
+            raise AssertionError(f"input {name} is read as {list(mine)} and as {list(other)}")
+        return f"{name}:0"
+
+    def stamp(self, piece: Piece, prefix: str, bind: Callable[[str, OpDef], str]) -> dict[str, str]:
+        """Copy a piece; `bind(input name, its Data op)` gives the edge to read instead.
+
+        Returns:
+            The edge of each of the piece's outputs.
+        """
+        edges: dict[str, str] = {"": ""}
+        for op in piece.ops:
+            if op.name in piece.inputs:
+                edges[f"{op.name}:0"] = bind(piece.inputs[op.name], op)
+                continue
+            copy = OpDef()
+            copy.CopyFrom(op)
+            copy.name = prefix + op.name
+            copy.input[:] = [edges.get(e) or prefix + e for e in op.input]
+            self.body.append(copy)
+            self.sources[copy.name] = piece.sources.get(op.name, "")
+        return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}
+
+    def finish(self, outputs: Mapping[str, str]) -> ModelDef:
+        """The model: Data, then RefData, numbered; then the body; then NetOutput reading `outputs`."""
+        model = ModelDef()
+        graph = model.graph.add(name=self.name)
+        graph.op.extend(sorted(self.inputs.values(), key=lambda op: op.type))  # "Data" < "RefData"
+        for index, op in enumerate(graph.op):
+            set_attr(op, "index", index)
+        graph.op.extend(self.body)
+        producers = {op.name: op for op in graph.op}
+        net = graph.op.add(name="NetOutput", type="NetOutput")
+        for index, edge in enumerate(outputs.values()):
+            node, output = split_edge(edge)
+            net.input.append(edge)
+            desc = net.input_desc.add()
+            desc.CopyFrom(producers[node].output_desc[output])
+            desc.name = f"input{index}"
+        graph.output.extend(outputs.values())
+        return model
