@@ -42,17 +42,15 @@ def load_config(source: str | Path) -> ModelConfig:
     if isinstance(source, str) and source in presets():
         path, name = PRESETS / f"{source}.json", source
     elif not str(source).strip():
-        raise ConfigError(
-            f"model: found an empty name, expected a preset, a config.json or a folder. {_presets_like('')}"
-        )
-    elif path.is_dir():
+        raise ConfigError(f"model: found an empty name. {_presets_like('')}")
+    elif _exists(path, Path.is_dir):
         path, name = path / "config.json", path.resolve().name
         if not path.is_file():
             raise ConfigError(f"{source}: this folder has no config.json. {_presets_like(name)}")
-    elif path.is_file():
+    elif _exists(path, Path.is_file):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
     else:
-        raise ConfigError(f"{source}: no preset, file or folder of this name. {_presets_like(path.name)}")
+        raise ConfigError(f"{str(source)[:200]}: no preset, file or folder of this name. {_presets_like(path.name)}")
     return parse_config(read_json(path, MAX_FILE, ConfigError), origin=str(source), name=name)
 
 
@@ -61,8 +59,15 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
+def _exists(path: Path, what: Callable[[Path], bool]) -> bool:
+    try:
+        return what(path)
+    except (OSError, ValueError):  # a name too long for any file, or with a zero byte
+        return False
+
+
 def _presets_like(name: str) -> str:
-    near = difflib.get_close_matches(name.lower(), presets(), n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name.lower()[:64], presets(), n=3, cutoff=0.5)
     if near:
         return f"Did you mean the preset {' or '.join(near)}?"
     return f"Presets: {', '.join(presets())}."
