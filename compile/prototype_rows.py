@@ -1,0 +1,372 @@
+"""Rows of the operator table: what each GE operator type we emit takes and gives, where it runs and how we know.
+
+A row with `ins` is complete. A row without is a basic operator: its inputs, outputs and attributes are read from the
+helper that torchair ships for it (`prototypes.read_helper`), and the row only adds what the helper does not say.
+
+Notation, one port group a line: `names: dtypes`; `name?` is optional, `name[]` a list of any length; dtypes are short
+names or GE's named groups (`prototypes.DTYPES`, `GROUPS`) joined by `/`. Attributes: `name: Type` is required,
+`name: Type = default` is not. `same` lists groups of ports that share one dtype; `more` and `attrs` add to what the
+helper says.
+An output with the name of an input is written in place: that is GE's own rule for reference operators.
+
+8-bit and 4-bit floats exist on the 950 family only and are taken away elsewhere, whatever a row says.
+
+Sources are named in words: `registration` is the operator's REG_OP or OpDef in the public ops-transformer (July 2026),
+ops-nn, ops-math or ge (August 2026) repositories.
+"""
+
+from dataclasses import dataclass
+
+EVERY = "a2 a3 950"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operator type.
+
+    Attributes:
+        ins, outs, attrs, same, more: see the module's notation.
+        socs: families with a kernel. since: first CANN release that has it, "" where not established.
+        provider: "cann" (built in), "ge" (structure of a graph), "own" (a kernel of this project).
+        source: where the row is from.
+    """
+
+    type: str
+    ins: str | None = None
+    outs: str | None = None
+    attrs: str = ""
+    same: str = ""
+    more: str = ""
+    socs: str = EVERY
+    since: str = ""
+    provider: str = "cann"
+    source: str
+
+
+_STRUCTURE = "registration in ge"
+
+STRUCTURE = [
+    Row(type="Data", ins="x?: ALL", outs="y: ALL", attrs="index: Int = 0", provider="ge", source=_STRUCTURE),
+    Row(type="RefData", ins="x?: ALL", outs="y: ALL", attrs="index: Int = 0", provider="ge", source=_STRUCTURE),
+    Row(type="Const", ins="", outs="y: ALL", attrs="value: Tensor", provider="ge", source=_STRUCTURE),
+    Row(
+        type="FileConstant",
+        ins="",
+        outs="y: ALL",
+        attrs="""
+            shape: ListInt
+            dtype: Type
+            file_path: String = ""
+            file_id: String = ""
+            location: String = ""
+            offset: Int = 0
+            length: Int = 0
+        """,
+        provider="ge",
+        source=_STRUCTURE + "; location, offset and length are attributes that its loader reads before file_path",
+    ),
+    Row(
+        type="NetOutput",
+        ins="input[]: ALL",
+        outs="",
+        provider="ge",
+        source=_STRUCTURE + "; names as torchair gives them",
+    ),
+]
+
+
+_MATH = "registration in ops-math"
+_NN = "registration in ops-nn"
+_BOTH = "torchair's helper, and the registration in ops-math"
+_PLAIN = "torchair's helper"
+
+
+def _basic(types: str, same: str = "", more: str = "", attrs: str = "", source: str = _PLAIN) -> list[Row]:
+    return [Row(type=t, same=same, more=more, attrs=attrs, source=source) for t in types.split()]
+
+
+# Older helpers miss dtypes that the public registrations of 2026 have; BF16 above all.
+BASIC = [
+    *_basic("Add Sub RealDiv FloorDiv", same="x1 x2 y"),
+    *_basic("Maximum Minimum Mod FloorMod", same="x1 x2 y", more="x1 x2 y: BF16", source=_BOTH),
+    # Their helpers name symbols without dtypes. GE would promote mixed dtypes; older kernels do not, so we never mix.
+    *_basic("Mul Pow", same="x1 x2 y", more="x1 x2 y: F64/F32/F16/BF16/I8/I16/I32/I64/U8", source=_BOTH),
+    *_basic("Equal NotEqual Less LessEqual Greater GreaterEqual", same="x1 x2"),
+    *_basic("LogicalAnd LogicalOr LogicalNot"),
+    *_basic("Neg Exp Log Sigmoid Tanh Rsqrt Sqrt Reciprocal Square Swish Abs", same="x y"),
+    *_basic("SoftplusV2", same="x y", more="x y: BF16", source="torchair's helper, and the registration in ops-nn"),
+    *_basic("ReduceSum ReduceMax ReduceMean Cumsum", same="x y"),
+    *_basic("Identity ExpandDims", same="x y", more="x y: ALL", source=_BOTH),
+    *_basic("TensorMove", same="x y", more="x y: BF16/F64/I16/U16/HIF8/E5M2/E4M3", source=_BOTH),
+    *_basic("Reshape Squeeze Unsqueeze Transpose Slice Tile StridedSlice BroadcastTo", same="x y"),
+    *_basic("ConcatD", same="x y", more="x y: BOOL", source=_BOTH),
+    *_basic("ConcatV2 Concat Pack", same="x y"),
+    *_basic("Split", same="x y", more="x y: BOOL", source=_BOTH),
+    *_basic("SplitV", same="x y", more="x y: BOOL\nsplit_dim: I64", source=_BOTH),
+    *_basic("SplitD SplitVD", same="x y", more="x y: BF16/BOOL", source=_BOTH),
+    *_basic("Select", same="x1 x2 y"),
+    *_basic("SelectV2", same="then else result", more="then else result: BOOL", source=_BOTH),
+    *_basic("Gather GatherV2 GatherElements", same="x y"),
+    *_basic(
+        "TopKV2",
+        same="x values",
+        more="k indices: I64",
+        attrs="sort_policy: Int = 1; indices_dtype: Int = 3",  # the helper writes the first and documents neither
+        source=_BOTH,
+    ),
+    *_basic("Sort", same="x y1", more="x y1: BF16", source=_BOTH),
+    *_basic("Cast", more="x y: HIF8/E5M2/E4M3", source=_BOTH),
+    *_basic("Fill Range Shape ZerosLike OnesLike SoftmaxV2 BatchMatMulV2 MatMulV2"),
+    *_basic("MatMul BatchMatMul", same="x1 x2 y"),
+    # Complete rows although helpers exist: what is written in place must be known without torchair too.
+    Row(
+        type="Assign",
+        ins="ref value: BASIC/BOOL",
+        outs="ref: BASIC/BOOL",
+        attrs="validate_shape: Bool = true; use_locking: Bool = false",
+        same="ref value",
+        source=_MATH,
+    ),
+    Row(
+        type="ScatterNdUpdate",
+        ins="var: BASIC/BOOL/E5M2/E4M3/HIF8; indices: INDEX; updates: BASIC/BOOL/E5M2/E4M3/HIF8",
+        outs="var: BASIC/BOOL/E5M2/E4M3/HIF8",
+        attrs="use_locking: Bool = false",
+        same="var updates",
+        source=_NN,
+    ),
+]
+
+
+_NARROW = "HIF8/E5M2/E4M3"
+_QKV = f"I8/F16/BF16/{_NARROW}"
+_KV = f"{_QKV}/E2M1/E1M2/I4"
+_CACHE = f"F16/BF16/F32/I8/U8/I16/U16/I32/U32/{_NARROW}/E2M1/E1M2"
+_TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 1"
+
+FUSED = [
+    Row(
+        type="RmsNorm",
+        ins="x gamma: F32/F16/BF16",
+        outs="y: F32/F16/BF16; rstd: F32",
+        attrs="epsilon: Float = 1e-6",
+        same="x y",
+        source=_NN,
+    ),
+    Row(
+        type="SwiGlu",
+        ins="x: F32/F16/BF16",
+        outs="y: F32/F16/BF16",
+        attrs="dim: Int = -1",
+        same="x y",
+        source=_NN,
+    ),
+    Row(
+        type="MoeGatingTopK",
+        ins="x: F32/F16/BF16; bias?: F32/F16/BF16; input_ids? tid2eid?: INDEX",
+        outs="y: F32/F16/BF16; expert_idx: I32; out: F32",
+        attrs="""
+            k: Int
+            k_group: Int = 1
+            group_count: Int = 1
+            group_select_mode: Int = 0
+            renorm: Int = 0
+            norm_type: Int = 0
+            out_flag: Bool = false
+            routed_scaling_factor: Float = 1.0
+            eps: Float = 1e-20
+        """,
+        same="x y",
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="MoeInitRoutingV3",
+        ins=f"x: I8/F16/F32/BF16/{_NARROW}/E2M1; expert_idx: I32; scale?: F32/E8M0; offset?: F32",
+        outs=f"""
+            expanded_x: I8/F16/F32/BF16/{_NARROW}/E2M1/I4
+            expanded_row_idx: I32
+            expert_tokens_count_or_cumsum: I64
+            expanded_scale: F32/E8M0
+        """,
+        attrs="""
+            active_num: Int = -1
+            expert_capacity: Int = -1
+            expert_num: Int = -1
+            drop_pad_mode: Int = 0
+            expert_tokens_num_type: Int = 0
+            expert_tokens_num_flag: Bool = false
+            quant_mode: Int = -1
+            active_expert_range: ListInt = []
+            row_idx_type: Int = 0
+        """,
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="GroupedMatmul",
+        ins=f"""
+            x[]: F16/BF16/I8/F32/{_NARROW}/E2M1
+            weight[]: F16/BF16/I8/F32/I4/{_NARROW}/E2M1
+            bias[]: F16/F32/I32
+            scale[]: U64/BF16/F32/E8M0
+            offset[]: F32
+            antiquant_scale[] antiquant_offset[]: F16/BF16
+            group_list?: I64
+            per_token_scale?: F32/E8M0
+        """,
+        outs="y[]: F16/BF16/I8/F32",
+        attrs="""
+            split_item: Int = 0
+            dtype: Int = 0
+            transpose_weight: Bool = false
+            transpose_x: Bool = false
+            group_type: Int = -1
+            group_list_type: Int = 0
+            act_type: Int = 0
+            tuning_config: ListInt = [0]
+        """,
+        source="torchair's helper and " + _TRANSFORMER,
+    ),
+    Row(
+        type="MoeFinalizeRoutingV2",
+        ins="""
+            expanded_x: F32/F16/BF16
+            expanded_row_idx: I32
+            x1? x2? bias? scales?: F32/F16/BF16
+            expert_idx?: I32
+            x? alpha1? alpha2? v?: F32/F16/BF16
+        """,
+        outs="y: F32/F16/BF16",
+        attrs="""
+            drop_pad_mode: Int = 0
+            zero_expert_range: ListInt = []
+            copy_expert_range: ListInt = []
+            constant_expert_range: ListInt = []
+            k: Int = 1
+        """,
+        same="expanded_x x1 x2 bias y",
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="ScatterPaKvCache",
+        ins=f"""
+            key key_cache: {_CACHE}
+            slot_mapping: INDEX
+            value value_cache: {_CACHE}
+            compress_lens? compress_seq_offset? seq_lens?: INDEX
+        """,
+        outs=f"key_cache value_cache: {_CACHE}",
+        attrs="""
+            cache_mode: String = "Norm"
+            scatter_mode: String = "None"
+            strides: ListInt = [1, 1]
+            offsets: ListInt = [0, 0]
+        """,
+        same="key key_cache value value_cache",
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="FusedInferAttentionScore",
+        ins=f"""
+            query: {_QKV}
+            key[] value[]: {_KV}
+            pse_shift?: F16/BF16
+            atten_mask?: F16/BOOL/U8/I8
+            actual_seq_lengths? actual_seq_lengths_kv?: I64
+            dequant_scale1?: U64/F32
+            quant_scale1?: F32
+            dequant_scale2?: U64/F32
+            quant_scale2? quant_offset2?: F32/BF16
+            antiquant_scale? antiquant_offset?: F16/BF16/F32
+            block_table?: I32
+            query_padding_size? kv_padding_size?: I64
+            key_antiquant_scale? key_antiquant_offset? value_antiquant_scale? value_antiquant_offset?: F16/BF16/F32
+            key_shared_prefix? value_shared_prefix?: I8/F16/BF16
+            actual_shared_prefix_len?: I64
+            query_rope? key_rope?: I8/F16/BF16
+            key_rope_antiquant_scale?: F16/BF16
+            dequant_scale_query?: F32
+            learnable_sink?: BF16
+            q_start_idx? kv_start_idx?: I64
+        """,
+        outs="attention_out: F16/I8/BF16; softmax_lse: F32",
+        attrs="""
+            num_heads: Int
+            scale: Float = 1.0
+            pre_tokens: Int = 2147483647
+            next_tokens: Int = 2147483647
+            input_layout: String = "BSH"
+            num_key_value_heads: Int = 0
+            sparse_mode: Int = 0
+            inner_precise: Int = 1
+            block_size: Int = 0
+            antiquant_mode: Int = 0
+            softmax_lse_flag: Bool = false
+            key_antiquant_mode: Int = 0
+            value_antiquant_mode: Int = 0
+            query_quant_mode: Int = 0
+            pse_type: Int = 0
+            out_dtype: Int = 0
+        """,
+        source="registration in ge, fact sheet of Ascend, appendix 1",
+    ),
+    Row(
+        type="RecurrentGatedDeltaRule",
+        ins="""
+            query key value beta: BF16
+            state: BF16/F32
+            actual_seq_lengths ssm_state_indices: I32
+            g? gk?: F32
+            num_accepted_tokens?: I32
+        """,
+        outs="out: BF16; state: BF16/F32",
+        attrs="scale_value: Float = 1.0",
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="CausalConv1d",
+        ins="""
+            x weight conv_states: BF16/F16
+            bias?: BF16/F16
+            query_start_loc? cache_indices? initial_state_mode? num_accepted_tokens?: I32
+        """,
+        outs="conv_states y: BF16/F16",
+        attrs='activation_mode: String = "silu"; null_block_id: Int = 0',
+        same="x weight conv_states bias y",
+        socs="950",
+        source=_TRANSFORMER,
+    ),
+]
+
+
+_REAL = "F32/F16/BF16"
+
+OWN = [
+    Row(
+        type="GatedRmsNorm",
+        ins=f"x gate weight: {_REAL}",
+        outs=f"y: {_REAL}",
+        attrs="eps: Float",
+        same="x gate y",
+        provider="own",
+        source="the reference gated_rms_norm",
+    ),
+    Row(
+        type="ShortConv",
+        ins=f"x weight window: {_REAL}; slots: I32; lengths counts: I64",
+        outs=f"y window: {_REAL}",
+        same="x y",
+        provider="own",
+        source="the reference short_conv",
+    ),
+    Row(
+        type="KdaChunk",
+        ins=f"q k v: {_REAL}; decay beta memory: F32; slots: I32; lengths counts: I64",
+        outs=f"o: {_REAL}; memory: F32",
+        attrs="scale: Float",
+        same="q k v o",
+        provider="own",
+        source="the reference kda_chunk",
+    ),
+]
+
+ROWS = {row.type: row for row in [*STRUCTURE, *BASIC, *FUSED, *OWN]}
