@@ -23,7 +23,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import compile, layers, models, ops, parallel, tree  # noqa: A004
+    from .checkpoint import load_params
     from .models import count_parameters, decode, generate, init_state, prefill
+    from .read_config import load_config
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
 _FOLDERS = ("compile", "layers", "models", "ops", "parallel", "tree")
@@ -32,6 +34,8 @@ _HOMES = {
     "decode": "models",
     "generate": "models",
     "init_state": "models",
+    "load_config": "read_config",
+    "load_params": "checkpoint",
     "prefill": "models",
 }
 
@@ -43,6 +47,8 @@ __all__ = [
     "generate",
     "init_state",
     "layers",
+    "load_config",
+    "load_params",
     "models",
     "ops",
     "parallel",
