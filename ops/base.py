@@ -7,6 +7,7 @@ else that answers `__torch_function__` (a sharded value) is asked first.
 
 import contextlib
 import contextvars
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,6 +47,14 @@ def may_overwrite(state: torch.Tensor) -> bool:
     return _donating.get() and not state.requires_grad
 
 
+def recorded(*values: torch.Tensor) -> bool:
+    """Whether autograd or a `torch.func` transform follows these values: then nothing is written in place."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(v.requires_grad for v in values)
+
+
+@functools.lru_cache(maxsize=1024)
 def as_f32(value: float) -> float:
     """`value` rounded to float32: an operator's float attributes are float32 in GE, so they are everywhere."""
     return float(np.float32(value))
@@ -70,7 +79,9 @@ class Operator:
         self.__doc__, self.__name__ = reference.__doc__, reference.__name__
         self._signature = inspect.signature(reference)
         self.__signature__ = self._signature
-        self._floats = tuple(n for n, p in self._signature.parameters.items() if p.annotation in (float, float | None))
+        parameters = self._signature.parameters.values()
+        self._arity = len(parameters)
+        self._floats = frozenset(i for i, p in enumerate(parameters) if p.annotation in (float, float | None))
         self._qualified_op_name = f"kimi::{self.name}"
         _LIBRARY.define(self.name + torch.library.infer_schema(reference, mutates_args=()))
         _LIBRARY.impl(self.name, reference, "CPU")
@@ -87,18 +98,19 @@ class Operator:
         return f
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = bound.arguments
-        for name in self._floats:
-            if values[name] is not None:
-                values[name] = as_f32(values[name])
-        if has_torch_function(tuple(v for v in values.values() if not isinstance(v, torch.Tensor))):
-            given = tuple(v for v in values.values() if hasattr(v, "__torch_function__"))
-            return handle_torch_function(self, given, *bound.args)
+        if kwargs or len(args) != self._arity:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args = bound.args
+        if self._floats:
+            args = tuple(as_f32(v) if i in self._floats and v is not None else v for i, v in enumerate(args))
+        if has_torch_function(args):  # somebody wants to be asked: a sharded value, or a mode
+            if has_torch_function(tuple(v for v in args if not isinstance(v, torch.Tensor))):
+                given = tuple(v for v in args if hasattr(v, "__torch_function__"))
+                return handle_torch_function(self, given, *args)
         if self.lower is not None and _capturing.get():
-            return self.op(*bound.args)
-        return self.reference(*bound.args)
+            return self.op(*args)
+        return self.reference(*args)
 
     def __repr__(self) -> str:
         return f"<operator kimi::{self.name}: {self.sharding}>"
