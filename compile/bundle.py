@@ -4,8 +4,10 @@
 manifest.json     what it is: model, target, phases, state contract, hashes, what is not proved
 weights.json      the weight plan: of which checkpoint tensors and by which steps each graph weight is made
 graphs/*.air      one static graph per phase and bucket
+sources.json      for people: the source line behind each node
+local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
 ```
-Paths inside are relative; nothing in a bundle says where it or the checkpoint lies.
+Paths inside are relative, but for local.json.
 """
 
 import hashlib
@@ -23,6 +25,7 @@ from kimi_graph.errors import BundleError
 
 FORMAT = 1
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
+SOURCES, LOCAL = "sources.json", "local.json"
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def dump(value: Any) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def _load(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except OSError as e:
@@ -87,7 +90,7 @@ def open_bundle(folder: str | Path) -> Bundle:
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         raise BundleError(f"{folder}: no {MANIFEST}; a bundle is a folder written by `kimi-graph compile`.")
-    manifest = _load(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
@@ -99,7 +102,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         file = Path(entry["file"])
         if file.is_absolute() or ".." in file.parts:
             raise BundleError(f"{folder / MANIFEST}: graph file {entry['file']!r} leaves the bundle.")
-    return Bundle(folder, manifest, _load(weights))
+    return Bundle(folder, manifest, read_json(weights))
 
 
 @contextmanager

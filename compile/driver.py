@@ -17,12 +17,14 @@ from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 
 from . import air, bundle, recipe
+from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, dtype_of, shape_of
 from .passes import fold_weights, lower_einsum, simplify, weight_name
 from .phases import Bucket, capture_pieces, schedule
+from .prototypes import Prototypes
 from .recipe import Step
 from .stamp import Assembly, Piece, make_piece
 from .targets import Target
@@ -38,12 +40,11 @@ class Request:
     Attributes:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
-        target, cann: what it is lowered for.
+        target: what it is lowered for.
     """
 
     config: ModelConfig
     target: Target
-    cann: str
     phases: tuple[str, ...] = ("prefill", "decode")
     rows: int = 1
     chunk: int = 512
@@ -122,31 +123,32 @@ class Clock:
 def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = None) -> Graph:
     """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers."""
     clock = clock or Clock()
+    prototypes = Prototypes(request.target.soc, host.folder)
     with clock.step("trace"):
         captured = capture_pieces(request.config, b)
     with clock.step("convert"):
-        pieces = {name: convert_piece(name, c, request, host) for name, c in captured.items()}
+        pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
         graph = stamp_graph(request.config, b, pieces)
     with clock.step("check"):
         check_graph(
             graph.model,
             request.target,
-            host.prototypes,
+            prototypes,
             weights=set(graph.weights),
             states={op.name for op in graph.model.graph[0].op if op.type == "RefData"},
         )
     return graph
 
 
-def convert_piece(name: str, captured: Any, request: Request, host: Host) -> Piece:
+def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
     """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
     folded = fold_weights(simplify(lower_einsum(captured)), lambda n: n.startswith("p."))
-    made = convert(folded.captured.module, name=name, host=host, target=request.target, cann=request.cann)
+    made = convert(folded.captured.module, name=name, host=host, target=target)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
     infer_shapes(made.model)
-    return make_piece(made.model, inputs, folded.captured.outputs, folded.weights, made.sources)
+    return make_piece(made.model, inputs, folded.captured.outputs, folded.weights, made.sources, prototypes)
 
 
 def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:
@@ -187,7 +189,75 @@ def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Gra
 # ---- the bundle ------------------------------------------------------------------------------------------------------
 
 
-def compile_bundle(request: Request, host: Host, out: Path | None, clock: Clock | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Compiled:
+    """What `compile_model` made."""
+
+    manifest: dict[str, Any]
+    clock: Clock
+
+    @property
+    def summary(self) -> str:
+        nodes = sum(sum(g["ops"].values()) for g in self.manifest["graphs"])
+        names = ", ".join(g["name"] for g in self.manifest["graphs"])
+        return f"{self.manifest['model']['name']} for {self.manifest['target']['name']}: {names} ({nodes:,} nodes)"
+
+    def text(self) -> str:
+        m, s = self.manifest, self.manifest["state"]
+        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.clock.seconds.items())
+        shapes = [f"{g['name']}: {g['rows']} x {g['tokens']} tokens, {g['bytes'] / 1e6:.1f} MB" for g in m["graphs"]]
+        return "\n".join(
+            [
+                f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
+                f"graphs    {'; '.join(shapes)}",
+                f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
+                f"{s['tokens_per_sequence']:,} tokens a sequence",
+                f"time      {steps}",
+            ]
+        )
+
+    def to_json(self) -> Any:
+        return {"manifest": self.manifest, "seconds": self.clock.seconds}
+
+
+def compile_model(
+    config: ModelConfig,
+    *,
+    target: Target,
+    out: Path | None,
+    checkpoint: Path | None = None,
+    phases: tuple[str, ...] = ("prefill", "decode"),
+    batch: int | None = None,
+    chunk: int | None = None,
+    max_len: int | None = None,
+    page: int | None = None,
+    pages: int | None = None,
+    weights: str = "input",
+    torch_npu_wheel: Path | None = None,
+    cache_dir: Path | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Compiled:
+    """Compile a model into a bundle. See `Request` for the numbers; None takes its default.
+
+    Args:
+        out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
+        checkpoint: where the weights lie; remembered beside the bundle's hashed content, for `verify`.
+
+    Raises:
+        KimiGraphError: a request that cannot be met; nothing is written.
+    """
+    given = {"rows": batch, "chunk": chunk, "max_len": max_len, "page": page}
+    request = Request(config=config, target=target, phases=phases, pages=pages, **{k: v for k, v in given.items() if v})
+    request.buckets()  # refuse before anything expensive
+    clock = Clock(notify=lambda step: progress(step, 0, 0) if progress else None)
+    with clock.step("torchair"):
+        host = load_host(wheel=torch_npu_wheel, cache=cache_dir, progress=progress)
+    return Compiled(compile_bundle(request, host, out, checkpoint, clock), clock)
+
+
+def compile_bundle(
+    request: Request, host: Host, out: Path | None, checkpoint: Path | None = None, clock: Clock | None = None
+) -> dict[str, Any]:
     """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
 
     Returns:
@@ -206,6 +276,9 @@ def compile_bundle(request: Request, host: Host, out: Path | None, clock: Clock 
                     (folder / name).write_bytes(data)
                 (folder / bundle.WEIGHTS).write_bytes(plan)
                 (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
+                (folder / bundle.SOURCES).write_bytes(bundle.dump({g.bucket.name: g.sources for g in graphs}))
+                if checkpoint is not None:
+                    (folder / bundle.LOCAL).write_bytes(bundle.dump({"checkpoint": str(checkpoint.absolute())}))
     return manifest
 
 
@@ -223,6 +296,7 @@ def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
                 "stored": list(spec.stored),
                 "shape": list(spec.shape),
                 "dtype": str(dtype_of(desc)).removeprefix("torch."),
+                "graph_shape": list(shape_of(desc)),
                 "steps": recipe.to_json(steps),
             }
     used = {op.name for g in graphs for op in g.model.graph[0].op}
@@ -240,12 +314,16 @@ def make_manifest(
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
-        "target": {"name": request.target.name, "cann": request.cann},
+        "target": _target_entry(request.target),
         "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(plan).hexdigest()},
         "state": state_contract(c, b, graphs),
         "graphs": [graph_entry(g, *item) for g, item in zip(graphs, files.items(), strict=True)],
         "unproved": UNPROVED,
     }
+
+
+def _target_entry(t: Target) -> dict[str, Any]:
+    return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
 
 
 def state_contract(c: ModelConfig, b: Bucket, graphs: list[Graph]) -> dict[str, Any]:
@@ -317,10 +395,3 @@ def graph_entry(graph: Graph, file: str, data: bytes) -> dict[str, Any]:
         ],
         "ops": graph.ops,
     }
-
-
-def default_cann(target: Target) -> str:
-    """The newest CANN version the target's operators were checked for."""
-    if not target.cann:
-        raise CompileError(f"target {target.name}: no CANN version is known.")
-    return target.cann[-1]

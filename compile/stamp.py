@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .ge_proto import ModelDef, OpDef, set_attr, split_edge
-from .prototypes import IN_PLACE
+from .prototypes import Prototypes
 from .recipe import Step
 
 VIEWS = frozenset({"Reshape", "Identity"})
@@ -38,11 +38,13 @@ def make_piece(
     outputs: Iterable[str],
     weights: Mapping[str, tuple[str, tuple[Step, ...]]],
     sources: Mapping[str, str],
+    prototypes: Prototypes,
 ) -> Piece:
     """A piece of a converted graph: states in place, nothing dead.
 
     Args:
         model: one graph. inputs: dotted name per Data node. outputs: dotted names in NetOutput's order.
+        prototypes: say which operators write an input's buffer.
     """
     ops = {op.name: op for op in model.graph[0].op}
     results = next(op for op in ops.values() if op.type == "NetOutput")
@@ -52,12 +54,13 @@ def make_piece(
         if name.startswith("s."):
             state = node_of[name]
             origin = _origin(ops, edge)
-            found = _written_state(ops, origin)
+            found = _written_state(ops, origin, prototypes)
             assert found == state, f"{name}: its next value comes from {origin}, which does not write it in place"
             ops[state].type = "RefData"
     keep = {name: edge for name, edge in edges.items() if not name.startswith("s.")}
     _shorten_views(ops)
-    alive = _alive(ops, keep.values())
+    writers = [name for name, op in ops.items() if _in_place(op, prototypes)]
+    alive = _alive(ops, [split_edge(edge)[0] for edge in keep.values()] + writers)
     return Piece(
         ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
         inputs={node: name for node, name in inputs.items() if node in alive},
@@ -76,11 +79,16 @@ def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
     return edge
 
 
-def _written_state(ops: Mapping[str, OpDef], edge: str) -> str | None:
+def _in_place(op: OpDef, prototypes: Prototypes) -> Mapping[str, str]:
+    found = prototypes.find(op.type)
+    return {} if found is None else found.inplace
+
+
+def _written_state(ops: Mapping[str, OpDef], edge: str, prototypes: Prototypes) -> str | None:
     """The Data node whose memory the edge's value is, if an in-place operator made it."""
     node, index = split_edge(edge)
     op = ops[node]
-    aliased = IN_PLACE.get(op.type, {}).get(op.output_desc[index].name)
+    aliased = _in_place(op, prototypes).get(op.output_desc[index].name)
     if aliased is None:
         return None
     position = [d.name for d in op.input_desc].index(aliased)
@@ -98,8 +106,8 @@ def _shorten_views(ops: Mapping[str, OpDef]) -> None:
 
 
 def _alive(ops: Mapping[str, OpDef], roots: Iterable[str]) -> set[str]:
-    """Nodes that an output needs, and nodes that write a state."""
-    todo = [split_edge(edge)[0] for edge in roots] + [name for name, op in ops.items() if op.type in IN_PLACE]
+    """The nodes that `roots` need, and `roots`."""
+    todo = list(roots)
     alive: set[str] = set()
     while todo:
         node = todo.pop()

@@ -8,6 +8,8 @@ and pages in scrambled order, rows that end inside a chunk. Twice:
   rounding that flips a near tie changes a token's experts and says nothing about the graph.
 """
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,14 +25,14 @@ from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, step_batch
 from kimi_graph.models import decoder
-from kimi_graph.read_config import read_config
-from kimi_graph.spec import ParamSpec
+from kimi_graph.read_config import parse_config
 
 from . import air, recipe
-from .bundle import Bundle, open_bundle
-from .executor import Executor
+from .bundle import LOCAL, Bundle, open_bundle
+from .executor import Executor, provenance_counts
 
 EXACT_TOLERANCE = 1e-10
+Notify = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +70,44 @@ class Row:
 class Report:
     """What verify found. `rows` per mode and kind of tensor."""
 
-    rows: list[Row] = field(default_factory=list)
-    steps: int = 0
-    provenance: dict[str, int] = field(default_factory=dict)
+    rows: list[Row]
+    steps: int
+    provenance: dict[str, int]
+    difference: str = ""
 
     @property
     def passed(self) -> bool:
         return bool(self.rows) and all(r.passed for r in self.rows)
+
+    @property
+    def summary(self) -> str:
+        worst = {mode: max(r.error for r in self.rows if r.mode == mode) for mode in dict.fromkeys(r.mode for r in self.rows)}
+        errors = ", ".join(f"{mode} {error:.1e}" for mode, error in worst.items())
+        if self.passed:
+            return f"verified: graphs equal the model over {self.steps} steps ({errors})"
+        bad = next(r for r in self.rows if not r.passed)
+        return f"the graphs differ from the model: {bad.where} ({bad.mode}: {bad.error:.1e}, allowed {bad.tolerance:.0e})"
+
+    def text(self) -> str:
+        lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}  worst"]
+        for r in self.rows:
+            mark = "" if r.passed else "  DIFFERS"
+            lines.append(f"{r.mode:<8}{r.what:<14}{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}  {r.where}{mark}")
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.provenance.items())
+        lines.append(f"semantics of the operator types executed: {kinds}")
+        if self.difference:
+            lines.append(self.difference)
+        return "\n".join(lines)
+
+    def to_json(self) -> Any:
+        rows = [dataclasses.asdict(r) | {"passed": r.passed} for r in self.rows]
+        return {
+            "passed": self.passed,
+            "steps": self.steps,
+            "rows": rows,
+            "provenance": self.provenance,
+            "difference": self.difference,
+        }
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -175,9 +208,9 @@ class ModelSide:
 
 
 class GraphSide:
-    """The bundle's graphs in the executor."""
+    """The bundle's graphs in the executor. `selections`: expert choices by step, recorded or taken from there."""
 
-    def __init__(self, bundle: Bundle, params: Any, mode: str, selections: dict[str, Any]) -> None:
+    def __init__(self, bundle: Bundle, params: Any, mode: str, selections: dict[int, Any]) -> None:
         self.mode, self.selections = mode, selections
         named = dict(tree.items(params))
         exact = mode == "exact"
@@ -200,3 +233,146 @@ class GraphSide:
             {name: inputs[name] for name in executor.inputs}, self.states, mode=self.mode, selections=self.selections.setdefault(index, {})
         )
         return outputs[0]
+
+    def take(self, states: dict[str, Tensor]) -> None:
+        """Start from the model's states."""
+        for name, value in states.items():
+            self.states[name].copy_(value.view(self.states[name].shape))
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def kind_of(name: str) -> str:
+    """`s.layers.3.kda.memory` -> `kda.memory`."""
+    return ".".join(name.split(".")[3:]) if name.startswith("s.") else name
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    """Largest difference over the largest value of `b`."""
+    return _ratio((a.double() - b).abs().max(), b.abs().max())
+
+
+def norm(a: Tensor, b: Tensor) -> float:
+    """2-norm of the difference over the 2-norm of `b`."""
+    return _ratio((a.double() - b).norm(), b.norm())
+
+
+def _ratio(difference: Tensor, scale: Tensor) -> float:
+    return float(difference / scale) if float(scale) else (math.inf if float(difference) else 0.0)
+
+
+def native_tolerance(config: ModelConfig) -> float:
+    """How far a graph in the model's own dtype may be from the exact model, relative, in the 2-norm.
+
+    Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a layer
+    rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
+    """
+    return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
+
+
+@dataclass
+class Comparison:
+    """Collects differences of one mode by kind of tensor."""
+
+    mode: str
+    tolerance: float
+    measure: Callable[[Tensor, Tensor], float]
+    worst: dict[str, Row] = field(default_factory=dict)
+
+    def add(self, name: str, where: str, graph: Tensor, model: Tensor) -> None:
+        kind = kind_of(name)
+        if graph.numel() != model.numel():
+            raise VerifyError(f"{name} at {where}: the graph gives {list(graph.shape)}, the model {list(model.shape)}.")
+        error = self.measure(graph.reshape(model.shape), model)
+        old = self.worst.get(kind)
+        count = 1 + (old.count if old else 0)
+        if old is None or not error <= old.error:  # NaN is the worst of all
+            old = Row(mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=f"{name}, {where}")
+        self.worst[kind] = dataclasses.replace(old, count=count)
+
+
+def compare(
+    bundle: Bundle, config: ModelConfig, checkpoint: Checkpoint, modes: tuple[str, ...], steps: int, seed: int, notify: Notify
+) -> Report:
+    """Run the script through the model and through the graphs of every mode, side by side."""
+    params = load_params(checkpoint, config, dtype=torch.float64)
+    model = ModelSide(config, bundle.manifest["state"], params)
+    selections: dict[int, Any] = {}
+    graphs = {"exact": GraphSide(bundle, params, "exact", selections)}
+    comparisons = {"exact": Comparison("exact", EXACT_TOLERANCE, largest)}
+    if "native" in modes:
+        graphs["native"] = GraphSide(bundle, load_params(checkpoint, config), "native", selections)
+        comparisons["native"] = Comparison("native", native_tolerance(config), norm)
+    todo = list(script(bundle, config, steps, seed))
+    phases = {g["phase"] for g in bundle.manifest["graphs"]}
+    for index, step in enumerate(todo):
+        notify("verify", index, len(todo))
+        logits = model.step(step)
+        if step.phase not in phases:  # a bundle without prefill starts from the model's own state
+            for side in graphs.values():
+                side.take(model.named_states())
+            continue
+        for mode, side in graphs.items():
+            found = side.step(index, step)
+            where = f"step {index} ({step.phase})"
+            comparisons[mode].add("logits", where, found, logits)
+            for name, value in model.named_states().items():
+                comparisons[mode].add(name, where, side.states[name], value)
+    rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
+    return Report(rows, len(todo), provenance_counts(g for side in graphs.values() for g in side.graphs.values()))
+
+
+def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
+    """The checkpoint named on the command line, or the one the bundle was compiled from.
+
+    Raises:
+        BundleError: neither is there.
+    """
+    local = bundle.folder / LOCAL
+    if given is None and local.is_file():
+        given = Path(json.loads(local.read_bytes())["checkpoint"])
+        if not given.is_dir():
+            raise BundleError(f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR.")
+    if given is None:
+        raise BundleError(
+            f"{bundle.folder}: compiled from a config alone, so there are no weights to run it with; give --checkpoint DIR, "
+            f"or compile a fixture: kimi-graph fixture {bundle.manifest['model']['name']} -o DIR."
+        )
+    return Checkpoint.open(given)
+
+
+def verify_bundle(
+    folder: Path,
+    *,
+    checkpoint: Path | None = None,
+    steps: int = 4,
+    modes: tuple[str, ...] = ("exact", "native"),
+    seed: int = 0,
+    bisect: bool = False,
+    progress: Notify | None = None,
+) -> Report:
+    """Execute a bundle and compare it with its model.
+
+    Args:
+        checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
+        bisect: where something differs, name the first node.
+
+    Raises:
+        KimiGraphError: a damaged bundle, or weights that are not the model's.
+    """
+    bundle = open_bundle(folder)
+    source = bundle.manifest["model"]
+    config = parse_config(source["config"], origin=f"{folder}: manifest.json, model.config", name=source["name"])
+    if config.fingerprint != source["fingerprint"]:
+        raise BundleError(
+            f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
+            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
+        )
+    notify = progress or (lambda what, done, total: None)
+    report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, notify)
+    if bisect and not report.passed:
+        from .bisect import first_difference
+
+        report.difference = first_difference(bundle, config, find_checkpoint(bundle, checkpoint), steps, seed)
+    return report

@@ -1,0 +1,132 @@
+"""`kimi-graph inspect`: what is in a bundle, for a reader and for a program."""
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import air
+from .bundle import SOURCES, Bundle, open_bundle, read_json
+from .ge_proto import GraphDef, OpDef, data_edges, dtype_of, get_attr, is_known, shape_of
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a bundle holds."""
+
+    bundle: Bundle
+
+    @property
+    def summary(self) -> str:
+        m = self.bundle.manifest
+        return f"bundle of {m['model']['name']} for {m['target']['name']}: {len(m['graphs'])} graphs"
+
+    def to_json(self) -> Any:
+        return {**self.bundle.manifest, "bytes": sizes(self.bundle)}
+
+    def text(self) -> str:
+        m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
+        made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
+        lines = [
+            f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
+            f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
+            f"made by   {made}",
+            f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, bound at load",
+            f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "
+            f"{s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence",
+        ]
+        for g in m["graphs"]:
+            lines += ["", *_graph_lines(g)]
+        return "\n".join([*lines, "", "not proved", *(f"  {point}" for point in m["unproved"])])
+
+
+def _graph_lines(g: dict[str, Any]) -> list[str]:
+    nodes = sum(g["ops"].values())
+    head = f"{g['name']}: {g['rows']} rows x {g['tokens']} tokens, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
+    inputs = ", ".join(f"{i['name']} {_shape(i)}" for i in g["inputs"])
+    outputs = ", ".join(f"{o['name']} {_shape(o)}" for o in g["outputs"])
+    counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))
+    lines = [head, f"  inputs   {inputs}", f"  outputs  {outputs}"]
+    cells = [f"{count:>6} {name}" for name, count in counts]
+    width = max(map(len, cells)) + 2
+    columns = max(1, 96 // width)
+    for start in range(0, len(cells), columns):
+        lines.append("  " + "".join(cell.ljust(width) for cell in cells[start : start + columns]).rstrip())
+    return lines
+
+
+def _shape(entry: dict[str, Any]) -> str:
+    return f"{entry['dtype']}{entry['shape']}"
+
+
+def sizes(bundle: Bundle) -> dict[str, int]:
+    """Bytes of weights (each once, however many graphs read it), states and graphs."""
+    states = sum(prod(s["shape"]) * _width(s["dtype"]) for s in bundle.manifest["state"]["states"])
+    weights = sum(prod(w["graph_shape"]) * _width(w["dtype"]) for w in bundle.weights["weights"].values())
+    return {"weights": weights, "states": states, "graphs": sum(g["bytes"] for g in bundle.manifest["graphs"])}
+
+
+def _width(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one graph."""
+
+    name: str
+    graph: GraphDef
+    sources: dict[str, str]
+
+    @property
+    def summary(self) -> str:
+        return f"graph {self.name}: {len(self.graph.op):,} nodes"
+
+    def text(self) -> str:
+        shown = [op for op in self.graph.op if op.type not in ("Const", "Data", "RefData")]
+        return "\n".join(self._line(op) for op in shown)
+
+    def _line(self, op: OpDef) -> str:
+        results = ", ".join(_desc(d) for d in op.output_desc if is_known(d))
+        inputs = ", ".join(edge.removesuffix(":0") or "-" for edge in data_edges(op))
+        attrs = " ".join(f"{k}={v}" for k, v in sorted(self._attrs(op).items()))
+        source = self.sources.get(op.name, "")
+        return f"{op.name}: {op.type}({inputs}) -> {results}  {attrs}".rstrip() + (f"  # {source}" if source else "")
+
+    @staticmethod
+    def _attrs(op: OpDef) -> dict[str, Any]:
+        return {k: get_attr(op, k) for k in op.attr if not k.startswith("_")}
+
+    def to_json(self) -> Any:
+        return [
+            {
+                "name": op.name,
+                "type": op.type,
+                "inputs": data_edges(op),
+                "outputs": [_desc(d) for d in op.output_desc if is_known(d)],
+                "attributes": {k: v for k, v in self._attrs(op).items() if isinstance(v, (bool, int, float, str, list))},
+                "source": self.sources.get(op.name, ""),
+            }
+            for op in self.graph.op
+        ]
+
+
+def _desc(desc: Any) -> str:
+    return f"{str(dtype_of(desc)).removeprefix('torch.')}{list(shape_of(desc))}"
+
+
+def inspect_bundle(folder: Path) -> Contents:
+    """What a bundle holds. Raises BundleError where it is not one, or damaged."""
+    return Contents(open_bundle(folder))
+
+
+def inspect_graph(folder: Path, phase: str) -> Nodes:
+    """The nodes of a phase's graph. Raises BundleError where the bundle has no such graph."""
+    bundle = open_bundle(folder)
+    entry = bundle.graph(phase)
+    model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
+    sources = bundle.folder / SOURCES
+    found = read_json(sources) if sources.is_file() else {}
+    return Nodes(entry["name"], model.graph[0], found.get(entry["name"], {}))
