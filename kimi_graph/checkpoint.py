@@ -6,6 +6,7 @@ touches them.
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from . import tree
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
-from .models import Decoder, model_specs
+from .models import Block, Decoder, model_specs
 from .read_config import parse_json, read_json
 from .spec import ParamSpec
 
@@ -133,9 +134,9 @@ class Checkpoint:
         return self._maps[file]
 
 
-def _inside(folder: Path, name: Any) -> Path:
-    """The path of a file that an index or a rule names: a plain name, and really in the folder."""
-    if not isinstance(name, str) or not name or name != Path(name).name or "\\" in name or "\0" in name:
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a file that is named by an index: a plain name, and really in the folder."""
+    if name != Path(name).name or name in ("", "..") or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder / INDEX}: file name {name!r}; expected a plain name of a file in this folder.")
     path = folder / name
     if not path.is_file():
@@ -151,18 +152,18 @@ def _inside(folder: Path, name: Any) -> Path:
 def _read_indexed(folder: Path) -> dict[str, Stored]:
     index = folder / INDEX
     weight_map = read_json(index, MAX_INDEX, CheckpointError).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and files.")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and file names.")
     named: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        named.setdefault(file if isinstance(file, str) else repr(file), set()).add(tensor)
+        named.setdefault(file, set()).add(tensor)
+    paths = {_inside(folder, file): names for file, names in sorted(named.items())}
     tensors: dict[str, Stored] = {}
-    for file in sorted(named):
-        path = _inside(folder, file)
+    for path, names in paths.items():
         found = read_header(path)
-        if absent := named[file] - found.keys():
+        if absent := names - found.keys():
             raise CheckpointError(f"{path}: {_names('tensors that the index puts here are not', absent)}")
-        if extra := found.keys() - named[file]:
+        if extra := found.keys() - names:
             raise CheckpointError(f"{path}: {_names('tensors are here that the index does not put here', extra)}")
         tensors |= found
     return tensors
@@ -325,7 +326,8 @@ def load_params(
     Args:
         source: a checkpoint, or its folder.
         dtype: the config's by default; float64 converts all, others leave parameters of a fixed dtype alone.
-        layers: load only these, counted from 0; the other layers, embedding, last norm and head are None.
+        layers: load only these, counted from 0; the other layers have no parts (their
+            fields are None), embedding, last norm and head are None.
 
     Raises:
         CheckpointError: the checkpoint is not this model's; every difference is counted (see `audit`).
@@ -346,7 +348,8 @@ def _only(specs: Decoder[ParamSpec], wanted: set[int]) -> Decoder[ParamSpec]:
     count = len(specs.layers)
     if beyond := sorted(i for i in wanted if not 0 <= i < count):
         raise ConfigError(f"load_params: layers={beyond}: the model has the layers 0 to {count - 1}.")
-    kept = tuple(layer if i in wanted else None for i, layer in enumerate(specs.layers))
+    nothing = dict.fromkeys(f.name for f in dataclasses.fields(Block))
+    kept = tuple(layer if i in wanted else Block(**nothing) for i, layer in enumerate(specs.layers))
     return tree.replace(specs, embed=None, layers=kept, norm=None, head=None)
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from . import tree
-from .checkpoint import param_dtype, write_shards
+from .checkpoint import write_shards
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
-from .init import init_tensor
-from .models import model_specs
+from .models import init_params, model_specs
 from .read_config import MAX_FILE, parse_config, read_json
 from .tokenizer import BYTES, TOKENIZER, TOKENIZER_CONFIG, chat_tokenizer
 
@@ -51,12 +50,7 @@ def make_fixture(
     out = Path(out)
     small = parse_config(small_config(config, layers), origin=f"fixture of {config.name}", name=out.absolute().name)
     _check_place(out, overwrite)
-    specs = model_specs(small)
-
-    def value(path: str, spec: Any) -> Any:
-        return init_tensor(spec, path, seed).to(param_dtype(spec, small.dtype))
-
-    params = tree.map_with_path(value, specs)
+    specs, params = model_specs(small), init_params(small, seed, small.dtype)
     total = sum(x.numel() * x.itemsize for x in tree.leaves(params))
     with new_folder(out) as work:
         names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS))
@@ -138,8 +132,9 @@ def _kimi_linear(source: dict[str, Any], layers: int) -> dict[str, Any]:
     }
     if source.get("num_key_value_heads") is not None:
         changed["num_key_value_heads"] = changed["num_attention_heads"]
-    # auto_map names Python files that are not here, head_dim is hidden_size / num_attention_heads and of no use.
-    dropped = {"auto_map", "head_dim", "num_local_experts", "num_experts_per_tok"}
+    # auto_map names Python files that are not here; no tensor has head_dim (hidden_size / num_attention_heads); nothing
+    # is rotated, and transformers warns of rope_scaling even where it is null. The rest are spellings set above.
+    dropped = {"auto_map", "head_dim", "rope_theta", "rope_scaling", "num_local_experts", "num_experts_per_tok"}
     return {k: v for k, v in source.items() if k not in dropped} | changed
 
 

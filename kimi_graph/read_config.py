@@ -121,10 +121,10 @@ class UnfitError(Exception):
 Reader = Callable[[Any], Any]
 
 
-def integer(low: int = 1, high: int = MAX_SIZE) -> Reader:
+def integer(low: int = 1, high: int = MAX_SIZE, why: str = "") -> Reader:
     def read(x: Any) -> int:
         if isinstance(x, bool) or not isinstance(x, int) or not low <= x <= high:
-            raise UnfitError(f"an integer from {low:,} to {high:,}")
+            raise UnfitError(f"an integer from {low:,} to {high:,}{why}")
         return x
 
     return read
@@ -134,7 +134,8 @@ def real(above: float, below: float = math.inf) -> Reader:
     def read(x: Any) -> float:
         # An integer of 400 digits compares with a float, but does not convert to one: compare first.
         if isinstance(x, bool) or not isinstance(x, int | float) or not above < x < min(below, 1e300):
-            raise UnfitError(f"a number above {above:g}" + (f" and below {below:g}" if below < math.inf else ""))
+            bounds = [f"above {above:g}"] * (above > -math.inf) + [f"below {below:g}"] * (below < math.inf)
+            raise UnfitError(f"a number {' and '.join(bounds)}")
         return float(x)
 
     return read
@@ -361,7 +362,9 @@ _KIMI_LINEAR = Section(
         "moe_intermediate_size": Key(integer()),
         "first_k_dense_replace": Key(integer(0)),
         "moe_layer_freq": Key(integer(1), 1),
-        "num_experts": Key(integer(1, MAX_EXPERTS), spellings=("num_local_experts",)),
+        "num_experts": Key(
+            integer(1, MAX_EXPERTS, " (limit of CANN's routing operators)"), spellings=("num_local_experts",)
+        ),
         "num_experts_per_token": Key(integer(1, MAX_EXPERTS), spellings=("num_experts_per_tok",)),
         "num_shared_experts": Key(integer(), spellings=("n_shared_experts",)),
         "routed_scaling_factor": Key(real(0)),
