@@ -367,6 +367,6 @@ def _value(text: str) -> Any:
 
 
 # What is written in place, by operator type: output name to input name. Known without torchair.
-INPLACE: dict[str, dict[str, str]] = {
+IN_PLACE: dict[str, dict[str, str]] = {
     row.type: p.inplace for row in ROWS.values() if row.ins is not None for p in [_of_row(row)] if p.inplace
 }

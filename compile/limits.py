@@ -1,0 +1,622 @@
+"""Limits of operators beyond dtypes: sizes, attributes that go together, shapes that must fit.
+
+One function per operator type gives `(found, expected, hint)` for each fault. What CANN's own tiling checks at compile
+time on the device host is checked here first, with its numbers. Sources: the aclnn documents of ops-transformer (July
+2026) and ops-nn (August 2026), "documents" below; fact sheet of Ascend, A.1.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from .ge_proto import Dtype, attr_value, tensor_value
+from .prototypes import DTYPES, SHORT, Prototype
+from .targets import Target
+from .view import Node, View
+
+Fault = tuple[str, str, str]
+Shape = tuple[int, ...]
+
+POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128)
+BF16, F16, F32 = (DTYPES[name].proto for name in ("BF16", "F16", "F32"))
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A node with its prototype: the questions limits ask."""
+
+    graph: View
+    node: Node
+    prototype: Prototype
+    target: Target
+
+    def shape(self, name: str) -> Shape | None:
+        """Shape of an input, None where it is not given or unknown."""
+        desc = self.node.input(name)
+        return None if desc is None else desc.shape
+
+    def made(self, name: str) -> Shape | None:
+        """Shape of an output."""
+        desc = self.node.output(name)
+        return None if desc is None else desc.shape
+
+    def dtype(self, name: str) -> int | None:
+        desc = self.node.input(name)
+        return None if desc is None else desc.dtype
+
+    def given(self, name: str) -> bool:
+        return self.node.input(name) is not None
+
+    def count(self, name: str) -> int:
+        """How many tensors a list input or output holds."""
+        descs = [d.name for d in (*self.node.ins, *self.node.outs)]
+        return sum(n.startswith(name) and n[len(name) :].isdigit() for n in descs)
+
+    def attr(self, name: str) -> Any:
+        """An attribute's value, or its default."""
+        if name in self.node.op.attr:
+            return attr_value(self.node.op.attr[name])
+        return self.prototype.attributes[name].default
+
+    def values(self, name: str) -> list[int] | None:
+        """The integers of an input that is a constant."""
+        edge = self.node.edge(name)
+        producer = None if edge is None else self.graph.by_name[edge.node]
+        if producer is None or producer.type != "Const" or "value" not in producer.op.attr:
+            return None
+        try:
+            return tensor_value(producer.op.attr["value"].t).reshape(-1).tolist()
+        except ValueError:  # reported by the check of constants
+            return None
+
+
+Limit = Callable[[Use], Iterator[Fault]]
+LIMITS: dict[str, Limit] = {}
+
+
+def limit(*types: str) -> Callable[[Limit], Limit]:
+    """Decorator: the limits of these operator types."""
+
+    def register(f: Limit) -> Limit:
+        LIMITS.update(dict.fromkeys(types, f))
+        return f
+
+    return register
+
+
+def expect(what: str, found: Any, expected: Any, hint: str = "") -> Iterator[Fault]:
+    """A fault unless they are equal; None is unknown and fits."""
+    if found is not None and expected is not None and found != expected:
+        yield f"{what} is {_text(found)}", _text(expected), hint
+
+
+def at_most(what: str, found: int, most: int, hint: str = "") -> Iterator[Fault]:
+    if found > most:
+        yield f"{what} is {found:,}", f"at most {most:,}", hint
+
+
+def one_of(what: str, found: Any, legal: Sequence[Any], hint: str = "") -> Iterator[Fault]:
+    if found not in legal:
+        yield f"{what} is {_text(found)}", "one of " + ", ".join(map(str, legal)), hint
+
+
+def _text(value: Any) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
+
+
+def _ranks(use: Use, **ranks: int) -> list[Fault]:
+    """Faults of inputs whose number of dims is another; absent ones pass."""
+    shapes = {name: use.shape(name) for name in ranks}
+    return [
+        (f"{name} is {_text(shape)}", f"{ranks[name]} dims", "")
+        for name, shape in shapes.items()
+        if shape is not None and len(shape) != ranks[name]
+    ]
+
+
+def _all_known(*shapes: Shape | None) -> bool:
+    return all(shape is not None for shape in shapes)
+
+
+# ---- basic operators -------------------------------------------------------------------------------------------------
+
+
+@limit("Add", "Sub", "Mul", "RealDiv", "FloorDiv", "Maximum", "Minimum", "Mod", "FloorMod", "Pow",
+       "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "Select",
+       "SelectV2")  # fmt: skip
+def _(use: Use) -> Iterator[Fault]:
+    shapes = [d.shape for d in use.node.ins if d.shape is not None]
+    try:
+        together = tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        yield f"operands {' and '.join(map(_text, shapes))}", "shapes that broadcast", ""
+        return
+    yield from expect("output", use.node.outs[0].shape if use.node.outs else None, together)
+
+
+@limit("Neg", "Exp", "Log", "Sigmoid", "Tanh", "Rsqrt", "Sqrt", "Reciprocal", "Square", "Swish", "Abs", "SoftplusV2",
+       "Identity", "TensorMove", "Cumsum", "SoftmaxV2", "LogicalNot")  # fmt: skip
+def _(use: Use) -> Iterator[Fault]:
+    yield from expect("output", use.made("y"), use.shape("x"))
+
+
+@limit("Cast")
+def _(use: Use) -> Iterator[Fault]:
+    yield from expect("output", use.made("y"), use.shape("x"))
+    made = use.node.output("y")
+    number = use.attr("dst_type")
+    legal = {d.ge: d for d in Dtype}
+    if made is not None and made.dtype and number in legal and legal[number].proto != made.dtype:
+        found = f"dst_type {number} is {SHORT[legal[number].proto]}, its output {SHORT.get(made.dtype, made.dtype)}"
+        yield found, "the same", "dst_type counts as GE's C++ enum does, descriptions as the protobuf enum."
+
+
+@limit("Reshape", "Squeeze", "Unsqueeze", "ExpandDims")
+def _(use: Use) -> Iterator[Fault]:
+    x, y = use.shape("x"), use.made("y")
+    if x is not None and y is not None and prod(x) != prod(y):
+        yield f"{_text(x)} to {_text(y)}", "as many elements", ""
+    wanted = use.values("shape")
+    if wanted is not None and y is not None and min(wanted, default=1) > 0:
+        yield from expect("output", y, tuple(wanted))
+
+
+@limit("Transpose")
+def _(use: Use) -> Iterator[Fault]:
+    x, perm = use.shape("x"), use.values("perm")
+    if x is None or perm is None:
+        return
+    if sorted(perm) != list(range(len(x))):
+        yield f"perm {perm} of {len(x)} dims", "each dim once", ""
+    else:
+        yield from expect("output", use.made("y"), tuple(x[d] for d in perm))
+
+
+@limit("MatMul", "BatchMatMul")
+def _(use: Use) -> Iterator[Fault]:
+    x1, x2, y = use.shape("x1"), use.shape("x2"), use.made("y")
+    if x1 is None or x2 is None:
+        return
+    flags = ("transpose_x1", "transpose_x2") if use.node.type == "MatMul" else ("adj_x1", "adj_x2")
+    least = 2 if use.node.type == "MatMul" else 3
+    if len(x1) < least or len(x2) < least or (least == 2 and (len(x1), len(x2)) != (2, 2)):
+        yield f"operands {_text(x1)} and {_text(x2)}", "matrices" if least == 2 else "stacks of matrices", ""
+        return
+    (m, k1), (k2, n) = (_turned(x, use.attr(flag)) for x, flag in zip((x1, x2), flags, strict=True))
+    if k1 != k2:
+        yield f"{_text(x1)} times {_text(x2)} sums over {k1} and {k2}", "equal sizes", f"See {flags[0]}, {flags[1]}."
+    else:
+        yield from expect("output", y, (*torch.broadcast_shapes(x1[:-2], x2[:-2]), m, n))
+
+
+def _turned(x: Shape, transposed: bool) -> Shape:
+    return (x[-1], x[-2]) if transposed else (x[-2], x[-1])
+
+
+@limit("ConcatD", "ConcatV2", "Concat", "Pack")
+def _(use: Use) -> Iterator[Fault]:
+    yield from expect("N", use.attr("N"), use.count("x"), "It counts the inputs.")
+
+
+@limit("Split", "SplitD", "SplitV", "SplitVD")
+def _(use: Use) -> Iterator[Fault]:
+    yield from expect("num_split", use.attr("num_split"), len(use.node.outs), "It counts the outputs.")
+
+
+@limit("GatherV2")
+def _(use: Use) -> Iterator[Fault]:
+    x, indices, axis = use.shape("x"), use.shape("indices"), use.values("axis")
+    if x is not None and indices is not None and axis is not None and use.attr("batch_dims") == 0:
+        at = axis[0] % len(x)
+        yield from expect("output", use.made("y"), (*x[:at], *indices, *x[at + 1 :]))
+
+
+# ---- norms and gates -------------------------------------------------------------------------------------------------
+
+
+@limit("RmsNorm")
+def _(use: Use) -> Iterator[Fault]:
+    x, gamma = use.shape("x"), use.shape("gamma")
+    if x is not None and gamma is not None and x[len(x) - len(gamma) :] != gamma:
+        yield f"gamma is {_text(gamma)} for x {_text(x)}", "the last dims of x", ""
+    if use.dtype("gamma") not in (use.dtype("x"), F32):
+        yield "gamma has another dtype than x", "the dtype of x, or F32 (documents of RmsNorm)", ""
+    yield from expect("output", use.made("y"), x)
+
+
+@limit("SwiGlu")
+def _(use: Use) -> Iterator[Fault]:
+    x, y = use.shape("x"), use.made("y")
+    if x is None or not x:
+        return
+    dim = use.attr("dim") % len(x)
+    if x[dim] % 2:
+        yield f"dim {dim} of {_text(x)} is odd", "two halves", ""
+    yield from expect("output", y, (*x[:dim], x[dim] // 2, *x[dim + 1 :]))
+
+
+# ---- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+@limit("MoeGatingTopK")
+def _(use: Use) -> Iterator[Fault]:
+    if faults := _ranks(use, x=2, bias=1):
+        yield from faults
+        return
+    x = use.shape("x")
+    if x is None:
+        return
+    rows, experts = x
+    k, groups, kept = use.attr("k"), use.attr("group_count"), use.attr("k_group")
+    yield from at_most("the number of experts", experts, 2048)
+    yield from expect("bias", use.shape("bias"), (experts,))
+    yield from one_of("norm_type", use.attr("norm_type"), (0, 1, 2) if use.target.soc == "950" else (0, 1))
+    yield from one_of("group_select_mode", use.attr("group_select_mode"), (0, 1))
+    if groups < 1 or experts % groups:
+        yield f"group_count is {groups} for {experts} experts", "a divisor", ""
+        return
+    size = experts // groups
+    yield from at_most(
+        "group_count times the experts of a group, rounded up to 32,", groups * -(-size // 32) * 32, 2048
+    )
+    if size <= use.attr("group_select_mode"):
+        yield f"{size} experts in a group", f"more than group_select_mode ({use.attr('group_select_mode')})", ""
+    if not 1 <= kept <= groups:
+        yield f"k_group is {kept}", f"1 to group_count ({groups})", ""
+    if not 1 <= k <= size * kept:
+        yield f"k is {k}", f"1 to {size * kept}, the experts of {kept} groups", ""
+    yield from expect("y", use.made("y"), (rows, k))
+    yield from expect("expert_idx", use.made("expert_idx"), (rows, k))
+
+
+@limit("MoeInitRoutingV3")
+def _(use: Use) -> Iterator[Fault]:
+    if faults := _ranks(use, x=2, expert_idx=2):
+        yield from faults
+        return
+    x, chosen, experts = use.shape("x"), use.shape("expert_idx"), use.attr("expert_num")
+    counting = use.attr("expert_tokens_num_type")
+    yield from one_of("expert_tokens_num_type", counting, (0, 1, 2))
+    yield from one_of("row_idx_type", use.attr("row_idx_type"), (0, 1))
+    yield from one_of("drop_pad_mode", use.attr("drop_pad_mode"), (0, 1))
+    if use.target.soc != "950":
+        yield from one_of("quant_mode", use.attr("quant_mode"), (-1, 0, 1))
+    if not use.attr("expert_tokens_num_flag"):
+        yield "expert_tokens_num_flag is false", "true, the only documented value", ""
+    if experts < 1:
+        yield f"expert_num is {experts}", "at least 1", ""
+    yield from at_most("expert_num", experts, 5120 if counting == 2 else 10240)
+    first, end = use.attr("active_expert_range") or (0, experts)
+    if not 0 <= first < end <= experts:
+        yield f"active_expert_range is {[first, end]}", f"within [0, {experts}]", ""
+    if x is None or chosen is None:
+        return
+    yield from expect("the number of rows of expert_idx", chosen[0], x[0])
+    if use.attr("drop_pad_mode") == 0:
+        copies = prod(chosen)
+        if use.attr("active_num") not in (-1, 0):
+            copies = min(copies, use.attr("active_num"))
+        yield from expect("expanded_x", use.made("expanded_x"), (copies, x[1]))
+        yield from expect("expanded_row_idx", use.made("expanded_row_idx"), (prod(chosen),))
+    if counting in (0, 1):
+        count = "expert_tokens_count_or_cumsum"
+        yield from expect(count, use.made(count), (end - first,))
+    if use.attr("quant_mode") == -1:
+        made = use.node.output("expanded_x")
+        if made is not None and made.dtype != use.dtype("x"):
+            yield "expanded_x has another dtype than x", "the same without quantisation", ""
+
+
+@limit("GroupedMatmul")
+def _(use: Use) -> Iterator[Fault]:
+    xs, weights = use.count("x"), use.count("weight")
+    if not xs or not weights:
+        yield f"{xs} tensors in x and {weights} in weight", "at least one of each", ""
+        return
+    yield from at_most("the number of weight tensors", weights, 128, "Stack the experts into one tensor.")
+    yield from one_of("group_type", use.attr("group_type"), (-1, 0, 2))
+    yield from one_of("group_list_type", use.attr("group_list_type"), (0, 1, 2))
+    yield from one_of("split_item", use.attr("split_item"), (0, 1, 2, 3))
+    if use.attr("split_item") in (2, 3):
+        yield from expect("the number of outputs with split_item 2 or 3", use.count("y"), 1)
+    if use.attr("group_type") == 0:
+        yield from _rows_in_groups(use)
+    if use.target.soc != "950":
+        lasts = {
+            n.name: n.shape[-1] for n in use.node.ins if n.shape and n.name.rstrip("0123456789") in ("x", "weight")
+        }
+        for name, last in lasts.items():
+            yield from at_most(f"the last dim of {name}", last, 65535)
+
+
+def _rows_in_groups(use: Use) -> Iterator[Fault]:
+    """group_type 0: rows of x, cut into groups, each times a weight of its own."""
+    if not use.given("group_list"):
+        yield "group_type 0 without group_list", "the size of each group", ""
+        return
+    if use.attr("transpose_x"):
+        yield "transpose_x with group_type 0", "rows that are not transposed", ""
+    sizes, x, weight = use.shape("group_list"), use.shape("x0"), use.shape("weight0")
+    groups = sizes[0] if sizes else 0
+    yield from at_most("the number of groups", groups, 1024 if use.count("weight") == 1 else 128)
+    if use.count("weight") != 1 or x is None or weight is None:
+        return
+    if len(x) != 2 or len(weight) != 3:
+        yield f"x {_text(x)} and weight {_text(weight)}", "2 and 3 dims", ""
+        return
+    if groups:
+        yield from expect("the number of groups in group_list", groups, weight[0], "weight is stacked by group.")
+    n, k = (weight[1], weight[2]) if use.attr("transpose_weight") else (weight[2], weight[1])
+    if x[1] != k:
+        yield f"x sums over {x[1]}, weight over {k}", "equal sizes", "See transpose_weight."
+    yield from expect("y", use.made("y0"), (x[0], n))
+
+
+@limit("MoeFinalizeRoutingV2")
+def _(use: Use) -> Iterator[Fault]:
+    mode = use.attr("drop_pad_mode")
+    yield from one_of("drop_pad_mode", mode, (0, 1, 2, 3))
+    if use.given("x2") and not use.given("x1"):
+        yield "x2 without x1", "x1 first", ""
+    if use.given("bias") and not use.given("expert_idx"):
+        yield "bias without expert_idx", "expert_idx, which says whose bias", ""
+    edge = use.node.edge("expanded_row_idx")
+    maker = use.graph.by_name[edge.node].type if edge is not None else ""
+    if maker in ("MoeInitRoutingV2", "MoeInitRoutingV3") and mode in (0, 1):
+        hint = "Modes 0 and 1 read copy k of row n at n + k * rows, as the first MoeInitRouting puts it."
+        yield f"drop_pad_mode {mode} after {maker}, whose indexes lie row by row (n * K + k)", "2 or 3", hint
+    rows, scales, index = use.shape("expanded_x"), use.shape("scales"), use.shape("expanded_row_idx")
+    if scales is not None and rows is not None and mode in (0, 2):
+        yield from expect("expanded_x", rows[:1], (prod(scales),), "One row per copy, as many as scales.")
+        yield from expect("expanded_row_idx", index, (prod(scales),))
+        yield from expect("y", use.made("y"), (scales[0], rows[-1]))
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@limit("ScatterPaKvCache")
+def _(use: Use) -> Iterator[Fault]:
+    mode, scatter = use.attr("cache_mode"), use.attr("scatter_mode")
+    yield from one_of("cache_mode", mode, ("Norm", "PA_NZ"))
+    if scatter == "NHSD" and use.target.soc == "950":
+        yield "scatter_mode NHSD on the 950 family", "None", ""
+    if use.target.soc != "950":
+        yield from one_of("key's dtype", SHORT.get(use.dtype("key") or 0), ("BF16", "F16", "I8"))
+    if mode != "Norm" or scatter != "None":
+        return
+    if faults := _ranks(use, key=3, value=3, key_cache=4, value_cache=4, slot_mapping=1):
+        yield from faults
+        return
+    key, value, slots = use.shape("key"), use.shape("value"), use.shape("slot_mapping")
+    keys, values = use.shape("key_cache"), use.shape("value_cache")
+    if key is None or value is None or keys is None or values is None:
+        return
+    yield from expect("rows and heads of value", value[:2], key[:2])
+    yield from expect("slot_mapping", slots, key[:1], "One cache row for each new row.")
+    yield from expect("heads and width of key_cache", keys[2:], key[1:])
+    yield from expect("heads and width of value_cache", values[2:], value[1:])
+    yield from expect("pages of value_cache", values[:2], keys[:2])
+    yield from at_most("the number of new rows", key[0], keys[0] * keys[1], "The cache has no more rows.")
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Dims of a query: rows of the batch, tokens, heads, width."""
+
+    batch: int
+    tokens: int
+    heads: int
+    width: int
+
+
+def _query(use: Use, layout: str, shape: Shape) -> _Heads | None:
+    heads = use.attr("num_heads")
+    if layout == "BSND" and len(shape) == 4:
+        return _Heads(shape[0], shape[1], shape[2], shape[3])
+    if layout == "BNSD" and len(shape) == 4:
+        return _Heads(shape[0], shape[2], shape[1], shape[3])
+    if layout == "BSH" and len(shape) == 3 and heads > 0 and shape[2] % heads == 0:
+        return _Heads(shape[0], shape[1], heads, shape[2] // heads)
+    if layout in ("TND", "NTD") and len(shape) == 3:
+        tokens, n = (shape[0], shape[1]) if layout == "TND" else (shape[1], shape[0])
+        return _Heads(1, tokens, n, shape[2])
+    return None
+
+
+@limit("FusedInferAttentionScore")
+def _(use: Use) -> Iterator[Fault]:
+    query, layout = use.shape("query"), use.attr("input_layout").split("_")[0]
+    yield from one_of("input_layout", layout, ("BSH", "BSND", "BNSD", "TND", "NTD"))
+    if query is None:
+        return
+    q = _query(use, layout, query)
+    if q is None:
+        yield (
+            f"query is {_text(query)} in layout {layout} with {use.attr('num_heads')} heads",
+            "a shape of that layout",
+            "",
+        )
+        return
+    heads, kv_heads = use.attr("num_heads"), use.attr("num_key_value_heads") or use.attr("num_heads")
+    yield from expect("the number of heads in query", q.heads, heads, "See num_heads.")
+    if heads % kv_heads:
+        yield f"{heads} heads and {kv_heads} key heads", "a multiple", ""
+    yield from at_most("the width of query", q.width, 512)
+    yield from expect("attention_out", use.made("attention_out"), _attention_out(use, query))
+    if use.dtype("key0") in (BF16, F16) and use.dtype("key0") != use.dtype("query"):
+        yield "query and key differ in dtype", "one dtype", ""
+    yield from _rope(use, q)
+    yield from _mask(use)
+    yield from _pages(use, q)
+    if use.given("query_rope") and q.width == 512:
+        yield from _absorbed(use, q, heads, kv_heads)
+
+
+def _attention_out(use: Use, query: Shape) -> Shape | None:
+    """query's shape with the width of value, where that is easily said."""
+    value, layout = use.shape("value0"), use.attr("input_layout")
+    if use.given("block_table") and "_" not in layout:
+        return query  # the width of value is that of query wherever paged caches are taken
+    if value is None or len(value) != len(query) or layout not in ("BSND", "BNSD", "TND", "NTD"):
+        return None
+    return (*query[:-1], value[-1])
+
+
+def _rope(use: Use, q: _Heads) -> Iterator[Fault]:
+    query, key = use.shape("query"), use.shape("key0")
+    for name, like in (("query_rope", query), ("key_rope", key)):
+        other = "key_rope" if name == "query_rope" else "query_rope"
+        if use.given(name) and not use.given(other):
+            yield f"{name} without {other}", "both or neither", ""
+        shape = use.shape(name)
+        if shape is not None and like is not None and use.attr("input_layout")[:3] != "BSH":
+            yield from expect(name, shape, (*like[:-1], 64), "It has 64 channels and is else shaped as its main part.")
+    if use.given("query_rope"):
+        yield from one_of("the width of query with query_rope", q.width, (128, 512), "Expanded 128, absorbed 512.")
+
+
+def _mask(use: Use) -> Iterator[Fault]:
+    """Modes 2 to 4 read one compressed mask of 2,048 by 2,048."""
+    mode, mask = use.attr("sparse_mode"), use.shape("atten_mask")
+    yield from one_of("sparse_mode", mode, (0, 1, 2, 3, 4, 9))
+    if mode in (2, 3, 4):
+        if not use.given("atten_mask"):
+            yield f"sparse_mode {mode} without atten_mask", "a [2048, 2048] mask, true above the diagonal", ""
+        elif mask is not None and (mask[-2:] != (2048, 2048) or prod(mask) != 2048 * 2048):
+            yield f"atten_mask is {_text(mask)} in sparse_mode {mode}", "[2048, 2048]", ""
+
+
+def _pages(use: Use, q: _Heads) -> Iterator[Fault]:
+    """A paged cache: block_table, block_size and lengths go together."""
+    size, table, key = use.attr("block_size"), use.shape("block_table"), use.shape("key0")
+    if not use.given("block_table"):
+        return
+    if size % 16 or not 16 <= size <= 1024:
+        nearest = min(1024, max(16, round(size / 16) * 16))
+        yield f"block_size is {size}", "a multiple of 16, at most 1,024", f"The nearest is {nearest}."
+    if not use.given("actual_seq_lengths_kv"):
+        yield "block_table without actual_seq_lengths_kv", "the length of each sequence", ""
+    if table is not None and use.attr("input_layout")[0] == "B":
+        yield from expect("rows of block_table", table[0], q.batch)
+    if key is not None and len(key) in (3, 4):
+        found = key[1] if len(key) == 3 else key[2]
+        hint = "A pool is [pages, page, heads * width] or [pages, heads, page, width]."
+        yield from expect("the page size in key", found, size, hint)
+
+
+def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault]:
+    """MLA over the latent cache: query of 512 channels, one key head."""
+    if tuple(map(int, use.target.cann.split("."))) < (9, 2):
+        yield from one_of(
+            "the number of heads over the latent cache", heads, POWERS_OF_TWO, "CANN 9.2 takes any up to 128."
+        )
+    yield from at_most("the number of heads over the latent cache", heads, 128)
+    yield from expect("num_key_value_heads over the latent cache", kv_heads, 1)
+    if not use.given("block_table"):
+        yield "query of 512 channels without block_table", "a paged cache", ""
+    yield from one_of("sparse_mode over the latent cache", use.attr("sparse_mode"), (0, 3, 4, 9))
+    if use.given("actual_seq_lengths") and not (use.attr("input_layout")[:3] == "TND" and q.tokens > q.batch):
+        yield "actual_seq_lengths with a query of 512 channels", "none outside layout TND", ""
+
+
+# ---- linear attention ------------------------------------------------------------------------------------------------
+
+
+@limit("RecurrentGatedDeltaRule")
+def _(use: Use) -> Iterator[Fault]:
+    ranks = {"query": 3, "key": 3, "value": 3, "beta": 2, "state": 4, "actual_seq_lengths": 1, "ssm_state_indices": 1}
+    if faults := _ranks(use, **ranks, g=2, gk=3, num_accepted_tokens=1):
+        yield from faults
+        return
+    query, value, state = use.shape("query"), use.shape("value"), use.shape("state")
+    if query is None or value is None or state is None:
+        return
+    (tokens, nk, dk), (_, nv, dv) = query, value
+    yield from expect("key", use.shape("key"), query)
+    yield from expect("tokens of value", value[0], tokens)
+    yield from expect("beta", use.shape("beta"), (tokens, nv))
+    yield from expect("state", state[1:], (nv, dv, dk), "It is [slots, value heads, value, key].")
+    yield from expect("g", use.shape("g"), (tokens, nv))
+    yield from expect("gk", use.shape("gk"), (tokens, nv, dk))
+    yield from expect("ssm_state_indices", use.shape("ssm_state_indices"), (tokens,))
+    yield from expect("out", use.made("out"), value)
+    yield from at_most("the key width", dk, 512)
+    yield from at_most("the value width", dv, 512)
+    yield from at_most("the number of value heads", nv, 256)
+    if nk > nv or nv % nk:
+        yield f"{nk} key heads and {nv} value heads", "a divisor of the value heads", ""
+    yield from at_most("the number of tokens", tokens, state[0], "The operator wants at least as many slots as tokens.")
+    yield from _short_sequences(use, tokens)
+
+
+def _short_sequences(use: Use, tokens: int) -> Iterator[Fault]:
+    lengths, rows = use.values("actual_seq_lengths"), use.shape("actual_seq_lengths")
+    if lengths is not None and (min(lengths, default=1) < 1 or max(lengths, default=1) > 8 or sum(lengths) != tokens):
+        yield f"actual_seq_lengths are {lengths[:8]} for {tokens} tokens", f"1 to 8 each, {tokens} in all", ""
+    elif rows is not None and not rows[0] <= tokens <= 8 * rows[0]:
+        yield f"{tokens} tokens of {rows[0]} sequences", "1 to 8 tokens of each", ""
+
+
+@limit("CausalConv1d")
+def _(use: Use) -> Iterator[Fault]:
+    weight, states, x = use.shape("weight"), use.shape("conv_states"), use.shape("x")
+    if weight is None or states is None or x is None:
+        return
+    if len(weight) != 2 or len(states) != 3 or len(x) not in (2, 3):
+        yield f"x {_text(x)}, weight {_text(weight)}, conv_states {_text(states)}", "2 or 3, 2 and 3 dims", ""
+        return
+    taps, channels = weight
+    yield from one_of("the number of taps", taps, (2, 3, 4))
+    yield from expect("channels of x and conv_states", (x[-1], states[-1]), (channels, channels))
+    if states[1] < taps - 1:
+        yield f"conv_states keeps {states[1]} tokens", f"at least {taps - 1}", ""
+    if channels % 16 or not 64 <= channels <= 16384:
+        yield f"{channels} channels", "a multiple of 16 from 64 to 16,384", ""
+
+
+@limit("GatedRmsNorm")
+def _(use: Use) -> Iterator[Fault]:
+    x, weight = use.shape("x"), use.shape("weight")
+    yield from expect("gate", use.shape("gate"), x)
+    yield from expect("weight", weight, None if x is None else x[-1:])
+    yield from expect("y", use.made("y"), x)
+
+
+@limit("ShortConv")
+def _(use: Use) -> Iterator[Fault]:
+    x, weight, window = use.shape("x"), use.shape("weight"), use.shape("window")
+    if x is None or weight is None or window is None:
+        return
+    if len(x) < 3 or len(weight) != len(x) - 1 or len(window) != len(weight) + 1:
+        yield f"x {_text(x)}, weight {_text(weight)}, window {_text(window)}", "[B, T, ..], [.., W], [S, .., W - 1]", ""
+        return
+    yield from expect("channels of weight", weight[:-1], x[2:])
+    yield from expect("window", window[1:], (*x[2:], weight[-1] - 1))
+    yield from _rows(use, x[0])
+    yield from expect("y", use.made("y"), x)
+
+
+@limit("KdaChunk")
+def _(use: Use) -> Iterator[Fault]:
+    if faults := _ranks(use, q=4, k=4, v=4, decay=4, beta=3, memory=4):
+        yield from faults
+        return
+    q, v, memory = use.shape("q"), use.shape("v"), use.shape("memory")
+    if q is None or v is None or memory is None:
+        return
+    yield from expect("k", use.shape("k"), q)
+    yield from expect("v", v[:3], q[:3])
+    yield from expect("decay", use.shape("decay"), q)
+    yield from expect("beta", use.shape("beta"), q[:3])
+    yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
+    yield from _rows(use, q[0])
+    yield from expect("o", use.made("o"), v)
+
+
+def _rows(use: Use, batch: int) -> Iterator[Fault]:
+    for name in ("slots", "lengths", "counts"):
+        yield from expect(name, use.shape(name), (batch,))
