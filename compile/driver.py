@@ -29,6 +29,7 @@ from .recipe import Step
 from .stamp import Assembly, Piece, make_piece
 from .targets import Target
 from .torchair_host import Host
+from .torchair_host import load as load_host
 
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
 
@@ -123,7 +124,7 @@ class Clock:
 def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = None) -> Graph:
     """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers."""
     clock = clock or Clock()
-    prototypes = Prototypes(request.target.soc, host.folder)
+    prototypes = Prototypes(request.target.soc, host.root)
     with clock.step("trace"):
         captured = capture_pieces(request.config, b)
     with clock.step("convert"):
@@ -137,6 +138,7 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
             prototypes,
             weights=set(graph.weights),
             states={op.name for op in graph.model.graph[0].op if op.type == "RefData"},
+            sources=graph.sources,
         )
     return graph
 
@@ -251,7 +253,7 @@ def compile_model(
     request.buckets()  # refuse before anything expensive
     clock = Clock(notify=lambda step: progress(step, 0, 0) if progress else None)
     with clock.step("torchair"):
-        host = load_host(wheel=torch_npu_wheel, cache=cache_dir, progress=progress)
+        host = load_host(torch_npu_wheel, cache=cache_dir)
     return Compiled(compile_bundle(request, host, out, checkpoint, clock), clock)
 
 

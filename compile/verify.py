@@ -29,7 +29,7 @@ from kimi_graph.read_config import parse_config
 
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle
-from .executor import Executor, provenance_counts
+from .executor import Executor, Selections, provenance_counts
 
 EXACT_TOLERANCE = 1e-10
 Notify = Callable[[str, int, int], None]
@@ -113,10 +113,8 @@ class Report:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def graph_weights(
-    plan: dict[str, Any], names: list[str], params: dict[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    """The graph's weights by its plan, from parameters by path. `dtype` float64 keeps every float in float64."""
+def graph_weights(plan: dict[str, Any], names: list[str], params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's weights by its plan, from parameters by path (float64 parameters stay float64)."""
     weights = {}
     for name in names:
         entry = plan["weights"][name]
@@ -208,31 +206,34 @@ class ModelSide:
 
 
 class GraphSide:
-    """The bundle's graphs in the executor. `selections`: expert choices by step, recorded or taken from there."""
+    """The bundle's graphs in the executor."""
 
-    def __init__(self, bundle: Bundle, params: Any, mode: str, selections: dict[int, Any]) -> None:
-        self.mode, self.selections = mode, selections
+    def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
+        self.mode = mode
         named = dict(tree.items(params))
-        exact = mode == "exact"
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
         for entry in bundle.manifest["graphs"]:
             self.graphs[entry["phase"]] = Executor(air.from_bytes(bundle.graph_bytes(entry), entry["file"]))
-            weights = graph_weights(bundle.weights, entry["weights"], named, torch.float64 if exact else None)
+            weights = graph_weights(bundle.weights, entry["weights"], named)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
-            s["name"]: torch.zeros(s["graph_shape"], dtype=torch.float64 if exact else recipe.DTYPES[s["dtype"]])
+            s["name"]: torch.zeros(s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]])
             for s in bundle.manifest["state"]["states"]
         }
 
-    def step(self, index: int, step: Step) -> Tensor:
-        batch = {f"batch.{name}": value for name, value in tree.items(step.batch)}
+    def step(self, step: Step, selections: Selections) -> Tensor:
+        """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
         executor = self.graphs[step.phase]
-        inputs = {**self.inputs[step.phase], **batch, "tokens": step.tokens}
-        outputs = executor.run(
-            {name: inputs[name] for name in executor.inputs}, self.states, mode=self.mode, selections=self.selections.setdefault(index, {})
-        )
-        return outputs[0]
+        given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)}
+        given["tokens"] = step.tokens
+        missing = [name for name in executor.inputs if name not in given]
+        if missing:
+            raise BundleError(f"graph {step.phase}: nobody knows what its input {missing[0]!r} is.")
+        states = {name: self.states[name] for name in executor.states}
+        ran = executor.run({name: given[name] for name in executor.inputs}, states, self.mode, selections=selections)
+        self.states |= ran.states
+        return ran.outputs[0]
 
     def take(self, states: dict[str, Tensor]) -> None:
         """Start from the model's states."""
@@ -298,11 +299,10 @@ def compare(
     """Run the script through the model and through the graphs of every mode, side by side."""
     params = load_params(checkpoint, config, dtype=torch.float64)
     model = ModelSide(config, bundle.manifest["state"], params)
-    selections: dict[int, Any] = {}
-    graphs = {"exact": GraphSide(bundle, params, "exact", selections)}
+    graphs = {"exact": GraphSide(bundle, params, "exact")}
     comparisons = {"exact": Comparison("exact", EXACT_TOLERANCE, largest)}
     if "native" in modes:
-        graphs["native"] = GraphSide(bundle, load_params(checkpoint, config), "native", selections)
+        graphs["native"] = GraphSide(bundle, load_params(checkpoint, config), "native")
         comparisons["native"] = Comparison("native", native_tolerance(config), norm)
     todo = list(script(bundle, config, steps, seed))
     phases = {g["phase"] for g in bundle.manifest["graphs"]}
@@ -313,14 +313,16 @@ def compare(
             for side in graphs.values():
                 side.take(model.named_states())
             continue
+        chosen = Selections()
         for mode, side in graphs.items():
-            found = side.step(index, step)
+            found = side.step(step, chosen if mode == "exact" else chosen.replay())
             where = f"step {index} ({step.phase})"
             comparisons[mode].add("logits", where, found, logits)
             for name, value in model.named_states().items():
                 comparisons[mode].add(name, where, side.states[name], value)
+    types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
-    return Report(rows, len(todo), provenance_counts(g for side in graphs.values() for g in side.graphs.values()))
+    return Report(rows, len(todo), provenance_counts(types))
 
 
 def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:

@@ -24,7 +24,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import compile, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
-    from .models import count_parameters, decode, generate, init_state, prefill
+    from .checkpoint import load_params
+    from .models import count_parameters, decode, generate, init_params, init_state, prefill
+    from .read_config import load_config
     from .read_config import load_config
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
@@ -33,6 +35,7 @@ _HOMES = {
     "count_parameters": "models",
     "decode": "models",
     "generate": "models",
+    "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
     "load_params": "checkpoint",
@@ -45,8 +48,11 @@ __all__ = [
     "count_parameters",
     "decode",
     "generate",
+    "init_params",
     "init_state",
     "layers",
+    "load_config",
+    "load_params",
     "load_config",
     "load_params",
     "models",

@@ -6,8 +6,8 @@ Names are dotted paths such as `layers.3.kda.state`; a request is a shell-style 
 import contextlib
 import contextvars
 import fnmatch
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -45,11 +45,11 @@ def scope(name: str) -> Iterator[None]:
         _scope.reset(token)
 
 
-def tap(name: str, value: X) -> X:
-    """`value` itself; kept under the scoped name when asked for."""
+def tap(name: str, value: X, view: Callable[[X], Any] = lambda x: x) -> X:
+    """`value` itself; `view(value)` is kept under the scoped name when asked for."""
     wanted = _wanted.get()
     if wanted is not None:
         full = _scope.get() + name
         if any(fnmatch.fnmatchcase(full, p) for p in wanted.patterns):
-            wanted.found[full] = value  # type: ignore[assignment]
+            wanted.found[full] = view(value)
     return value

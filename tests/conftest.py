@@ -1,6 +1,7 @@
 """What every test has: one seed, no network for model hubs, few threads."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -17,3 +18,12 @@ hypothesis.settings.load_profile("kimi-graph")
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fixture checkpoint of Kimi Linear: five layers, every kind among them. Read only."""
+    from kimi_graph.fixture import make_fixture
+    from kimi_graph.read_config import load_config
+
+    return make_fixture(load_config("kimi-linear-48b"), tmp_path_factory.mktemp("checkpoints") / "tiny").folder

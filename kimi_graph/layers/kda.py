@@ -117,7 +117,7 @@ def kda(
         o_BTHV, memory = ops.kda_chunk(
             q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale
         )
-    memory = tap("state", memory)
+    memory = tap("state", memory, lambda m: m[batch.slots.long()])
 
     gate_BTHV = torch.einsum("btr,hvr->bthv", torch.einsum("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
     o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
