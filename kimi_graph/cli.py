@@ -164,37 +164,46 @@ def _version(wanted: bool) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """Bars on a terminal, a line per task elsewhere; standard error either way."""
-    if not sys.stderr.isatty():
-        begun: set[str] = set()
+    """On standard error: a line per task, and on a terminal a bar for those whose end is known.
 
-        def line(what: str, done: int, total: int) -> None:
-            if what not in begun:
+    The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
+    """
+    with contextlib.ExitStack() as stack:
+        begun: set[str] = set()
+        bars: dict[str, Callable[[int, int], None]] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if total and sys.stderr.isatty():
+                if what not in bars:
+                    bars[what] = stack.enter_context(_bar(what))
+                bars[what](done, total)
+            elif what not in begun:
                 begun.add(what)
                 print(f"{what} ...", file=sys.stderr, flush=True)
 
-        yield line
-        return
+        yield tell
 
+
+@contextlib.contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar with the time that is left, gone when it is over."""
     from rich import progress
     from rich.console import Console
 
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn(what),
         progress.BarColumn(),
-        progress.TimeElapsedColumn(),
-        "left",
-        progress.TimeRemainingColumn(),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, progress.TaskID] = {}
+        task = bars.add_task(what)
 
-        def bar(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total or None)
+        def move(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total)
+            if done >= total:
+                bars.stop()
 
-        yield bar
+        yield move
 
 
 def _show(result: Result, *, as_json: bool, started: float, where: Path | None = None) -> None:
@@ -247,7 +256,8 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option(metavar="NAME", help=f"What the graphs are for: {TARGETS}."),
     ],
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; not with --dry-run.")
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; an older bundle there is replaced."),
     ] = None,
     phase: Annotated[
         str, typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make.")
@@ -287,7 +297,6 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
 
@@ -303,6 +312,7 @@ def compile(  # noqa: A001 (the command's name)
 
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
+        from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.read_config import load_config
 
         made = compile_model(
@@ -318,8 +328,7 @@ def compile(  # noqa: A001 (the command's name)
             pages=pages,
             weights=weights,
             torch_npu_wheel=torch_npu_wheel,
-            cache_dir=cache_dir,
-            overwrite=overwrite,
+            cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)

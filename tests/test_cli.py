@@ -52,6 +52,7 @@ def run(monkeypatch):
         for module, names in {
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
+            "kimi_graph.compile.torchair_host": ["default_cache"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.read_config": ["load_config"],
