@@ -203,16 +203,12 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
-    def whole(x: Any, count: int | None = None) -> bool:
-        plain = isinstance(x, list) and all(type(i) is int and 0 <= i < 2**63 for i in x)
-        return plain and (count is None or len(x) == count)
-
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, found {str(entry)[:80]}.")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointError(f"{path}: {name}: unknown dtype {str(code)[:40]!r}; known are {', '.join(DTYPES)}.")
-    if not whole(shape) or not whole(offsets, 2):
+    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
             f"{path}: {name}: shape {str(shape)[:40]} or data_offsets {str(offsets)[:40]} are not sizes."
         )
@@ -223,6 +219,10 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
             f"{path}: {name}: data_offsets hold {end - begin:,} bytes, {code} {shape} has {expected:,}."
         )
     return Stored(path, DTYPES[code], tuple(shape), base + begin, base + end)
+
+
+def _sizes(x: Any) -> bool:
+    return isinstance(x, list) and all(type(i) is int and 0 <= i < 2**63 for i in x)
 
 
 # Against a model.

@@ -20,7 +20,7 @@ import torch
 from .config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
 from .errors import ConfigError
 
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = Path(__file__).parent / "presets"  # released files, unchanged, from public mirrors (fact sheet, section 0)
 MAX_FILE = 4 << 20  # bytes; the largest released config.json has 7,006: anything this long is another kind of file
 MAX_SIZE = 2**31 - 1  # of one dimension: routing and cache indices are int32
 MAX_LAYERS = 4096
