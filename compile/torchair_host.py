@@ -63,7 +63,7 @@ class Host:
         pinned: whether its files are those this release was made with.
         real: whether CANN stands behind it.
         ge: GE operators by name (`ge.RmsNorm`), the raw helpers.
-        graph: graphs, tensors and their dtypes. attr: attribute types. ir: nodes without a helper.
+        graph: graphs, tensors and their dtypes. ir: nodes without a helper.
         converters: the table of converters of ATen operators.
     """
 
@@ -74,12 +74,15 @@ class Host:
     real: bool
     ge: ModuleType
     graph: ModuleType
-    attr: ModuleType
     ir: ModuleType
     converters: ModuleType
 
     def __repr__(self) -> str:
         return f"<torchair of torch-npu {self.version}: {self.origin}>"
+
+    def shield(self) -> contextlib.AbstractContextManager[None]:
+        """To be around calls of torchair: a torch_npu that is installed without CANN is not found."""
+        return contextlib.nullcontext() if self.real else without_torch_npu()
 
 
 @dataclass(frozen=True)
@@ -328,7 +331,6 @@ def _import(source: _Source) -> dict[str, ModuleType]:
 def _import_modules() -> dict[str, ModuleType]:
     names = {
         "graph": "torchair.ge._ge_graph",
-        "attr": "torchair.ge.attr",
         "ir": "torchair._ge_concrete_graph.compat_ir",
         "ge": "torchair._ge_concrete_graph.ge_apis",
         "converters": "torchair._ge_concrete_graph.fx2ge_converter",

@@ -1,0 +1,225 @@
+"""The lowering room `ge`: what an operator's lowering sees. It makes GE nodes in the graph being converted.
+
+`ge.RmsNorm(x, weight, epsilon=1e-6)` is torchair's helper for the GE operator of that name; `ge.own(...)` makes a node
+of a type that has none. Values are torchair's tensors: edges of the graph. A helper's result has no shape until the
+whole lowering is done (the results of the lowered call get theirs from the fake) or until shapes are inferred; the
+room's own `cast`, `reshape`, `broadcast`, `linear` and `const` give theirs at once.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kimi_graph.errors import CompileError
+
+from .ge_proto import Dtype, describe, fill_attr
+from .torchair_host import Host
+
+Value = Any  # torchair's Tensor: an edge of the graph
+
+CAUSAL_MASK = "causal_mask"
+CAUSAL_MASK_SIZE = 2048  # of CANN's compressed masks, whatever the lengths
+
+
+@dataclass
+class Room:
+    """Lowering room of one graph.
+
+    Attributes:
+        target, cann: what the graph is for; a lowering may choose by them.
+        result: meta tensor, or a list of them: what the lowered call gives.
+        transposed: by edge, the matrix it is the transpose of.
+        extra_inputs: inputs that lowerings have added, by name.
+    """
+
+    host: Host
+    target: Any
+    cann: str
+    result: Any = None
+    transposed: dict[str, Value] = field(default_factory=dict)
+    extra_inputs: dict[str, Value] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """torchair's helper for the GE operator `name`; optional inputs that are not given are None.
+
+        Raises:
+            CompileError: no such operator.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _helper(self.host, name)
+
+    # ---- what is known of a value ----
+
+    def shape(self, x: Value) -> tuple[int, ...]:
+        """Shape of an argument, or of a value the room made."""
+        return tuple(self._known(x).shape)
+
+    def dtype(self, x: Value) -> torch.dtype:
+        """torch's dtype of an argument, or of a value the room made."""
+        return self._known(x).dtype
+
+    def _known(self, x: Value) -> torch.Tensor:
+        assert x.meta is not None, f"{x.tensor} ({x.node.type}): shape and dtype of an inner value are not known yet"
+        return x.meta
+
+    def mark(self, x: Value, shape: Iterable[int], dtype: torch.dtype) -> Value:
+        """Say what shape and dtype a value has. Gives the value back."""
+        meta = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        x.set_meta(meta)
+        describe(x.desc, meta.shape, dtype)
+        return x
+
+    # ---- values ----
+
+    def const(self, values: Any, dtype: torch.dtype) -> Value:
+        """A constant: a number or (nested) list of numbers."""
+        made = self.host.ge.Const(values, dtype=Dtype.of_torch(dtype).ge)
+        return self.mark(made, torch.tensor(values).shape, dtype)
+
+    def cast(self, x: Value, dtype: torch.dtype) -> Value:
+        """`x` in another dtype; itself where it has that dtype."""
+        if self.dtype(x) == dtype:
+            return x
+        return self.mark(self.host.ge.Cast(x, dst_type=Dtype.of_torch(dtype).ge), self.shape(x), dtype)
+
+    def reshape(self, x: Value, shape: Sequence[int]) -> Value:
+        """`x` in another shape (no -1); itself where it has that shape."""
+        if x.meta is None:
+            return self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
+        if self.shape(x) == tuple(shape):
+            return x
+        return self.mark(self.host.ge.Reshape(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
+
+    def broadcast(self, x: Value, shape: Sequence[int]) -> Value:
+        """`x` repeated along dimensions of size one."""
+        if self.shape(x) == tuple(shape):
+            return x
+        return self.mark(self.host.ge.BroadcastTo(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
+
+    def linear(self, x: Value, weight: Value) -> Value:
+        """`[M, K]` times `[N, K]` transposed: `[M, N]`; the weight is read as it is stored."""
+        rows, columns = self.shape(x)[0], self.shape(weight)[0]
+        made = self.MatMul(x, weight, transpose_x1=False, transpose_x2=True)
+        return self.mark(made, (rows, columns), self.dtype(x))
+
+    def declare(self, x: Value, shape: Sequence[int]) -> Value:
+        """Give a graph input another shape with as many elements: the memory is the same, no node is made."""
+        assert x.node.type == "Data", (
+            f"{x.tensor}: only an input of the graph can be declared otherwise, not {x.node.type}"
+        )
+        assert torch.Size(shape).numel() == torch.Size(self.shape(x)).numel(), (shape, self.shape(x))
+        dtype = self.dtype(x)
+        describe(x.node.input_desc[0], tuple(shape), dtype)
+        return self.mark(self.host.graph.Tensor(x.node), shape, dtype)
+
+    def causal_mask(self) -> Value:
+        """Input of the graph: bool `[2048, 2048]`, true where a key is after the query."""
+        if CAUSAL_MASK not in self.extra_inputs:
+            size = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
+            self.extra_inputs[CAUSAL_MASK] = self.input(CAUSAL_MASK, size, torch.bool)
+        return self.extra_inputs[CAUSAL_MASK]
+
+    def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:
+        """A new input of the graph, after those there are."""
+        index = self.host.graph.get_default_ge_graph().num_inputs
+        number = Dtype.of_torch(dtype).ge
+        made = self.host.ge.Data(index=index, dtype=number, shape=list(shape), placement="NPU", node_name=name)
+        return self.mark(made, shape, dtype)
+
+    def own(self, op_type: str, inputs: Mapping[str, Any], outputs: Sequence[str], attrs: Mapping[str, Any]) -> Any:
+        """A node of a type without a helper.
+
+        Args:
+            inputs: by name, in the prototype's order; None: an optional input that is not given; a list: a dynamic one.
+            outputs: names in order. An output with the name of an input is that input, written in place.
+            attrs: Python values by name, see `fill_attr`.
+
+        Returns:
+            The output, or a tuple of them.
+        """
+        made = self.host.ir.ge_op(op_type, inputs=dict(inputs), outputs=list(outputs))
+        node = (made[0] if isinstance(made, tuple) else made).node
+        for name, value in attrs.items():
+            fill_attr(node.attr[name], value)
+        return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _helper(host: Host, name: str) -> Callable[..., Any]:
+    helper = getattr(host.ge, name, None)
+    if helper is None or not inspect.isfunction(helper):
+        raise CompileError(f"torchair of torch-npu {host.version} has no helper for a GE operator {name!r}; use own().")
+    signature = inspect.signature(helper)
+    required = [
+        p.name for p in signature.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+
+    @functools.wraps(helper)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        return helper(**{n: None for n in required if n not in given}, **given)  # the helper refuses None where it must
+
+    return call
+
+
+# ---- ATen operators that torchair does not lower, or lowers badly ----------------------------------------------------
+#
+# Values in a graph never change, so copies and views that change nothing are the value itself.
+
+aten = torch.ops.aten
+ATEN: dict[Any, Callable[..., Any]] = {}
+
+
+def _lowers(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(f: Callable[..., Any]) -> Callable[..., Any]:
+        ATEN.update(dict.fromkeys(overloads, f))
+        return f
+
+    return register
+
+
+@_lowers(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+def _same(ge: Room, x: Value, **ignored: Any) -> Value:
+    return x
+
+
+@_lowers(aten.softplus.default)
+def _softplus(ge: Room, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
+    return ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+
+@_lowers(aten.amax.default)
+def _amax(ge: Room, x: Value, dims: Sequence[int] = (), keepdim: bool = False) -> Value:
+    return ge.ReduceMax(x, ge.const(list(dims) or list(range(len(ge.shape(x)))), torch.int64), keep_dims=keepdim)
+
+
+@_lowers(aten.mul.Tensor)
+def _mul(ge: Room, x: Value, y: Any) -> Value:
+    """torchair's converter casts the product to the dtype it has already."""
+    dtype = ge.result.dtype
+    if isinstance(y, (int, float)):
+        if dtype in (torch.bfloat16, torch.float16):
+            return ge.Muls(ge.cast(x, dtype), value=float(y))  # a constant of the tensor's dtype would round y
+        return ge.Mul(ge.cast(x, dtype), ge.const(y, dtype))
+    return ge.Mul(ge.cast(x, dtype), ge.cast(y, dtype))
+
+
+@_lowers(aten.t.default)
+def _transpose(ge: Room, x: Value) -> Value:
+    if len(ge.shape(x)) < 2:
+        return x
+    made = ge.Transpose(x, ge.const([1, 0], torch.int64))
+    ge.transposed[made.tensor] = x
+    return made
+
+
+@_lowers(aten.mm.default)
+def _matmul(ge: Room, x: Value, y: Value) -> Value:
+    """The product reads a transposed operand as it is stored; the Transpose is dead then and goes."""
+    stored = ge.transposed.get(y.tensor)
+    return ge.MatMul(x, y if stored is None else stored, transpose_x1=False, transpose_x2=stored is not None)
