@@ -84,7 +84,7 @@ def _check_place(out: Path, overwrite: bool) -> None:
     if other := sorted(p.name for p in out.iterdir() if p.name not in (ours or ())):
         raise CheckpointError(f"{out}: holds {other[0]}, which the fixture did not bring; choose another folder.")
     if not overwrite:
-        raise CheckpointError(f"{out}: is a fixture already; overwrite it, or choose another folder.")
+        raise CheckpointError(f"{out}: is a fixture already; replace it with --overwrite, or choose another folder.")
 
 
 def small_config(config: ModelConfig, layers: int | None = None) -> dict[str, Any]:
