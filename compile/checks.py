@@ -237,8 +237,8 @@ def numbered_inputs(graph: View, claims: Claims) -> Iterator[Finding]:
 # ---- prototypes ------------------------------------------------------------------------------------------------------
 
 
-def prototypes_hold(graph: View, claims: Claims) -> Iterator[Finding]:
-    """Every node is an operator the target has, with its inputs, outputs, attributes and dtypes."""
+def operators_hold(graph: View, claims: Claims) -> Iterator[Finding]:
+    """Every node is an operator the target has, with its inputs, outputs, attributes and dtypes, within its limits."""
     for node in graph.nodes:
         prototype = claims.prototypes.find(node.type)
         if prototype is None:
@@ -247,8 +247,11 @@ def prototypes_hold(graph: View, claims: Claims) -> Iterator[Finding]:
         elif claims.target.soc not in prototype.socs:
             yield _wrong_chip(node, prototype, claims.target)
         else:
-            yield from _ports_hold(node, prototype)
-            yield from _attributes_hold(node, prototype)
+            faults = [*_ports_hold(node, prototype), *_attributes_hold(node, prototype)]
+            yield from faults
+            if not faults and node.type in LIMITS:  # limits rely on inputs and attributes being what they should be
+                for found, expected, hint in LIMITS[node.type](Use(graph, node, prototype, claims.target)):
+                    yield Finding(node.name, "limit", f"{node.type}: {found}", expected, hint)
 
 
 def _wrong_chip(node: Node, p: Prototype, target: Target) -> Finding:
@@ -353,15 +356,6 @@ def _kind(value: AttrDef) -> str:
     if which == "list" and value.list.val_type == 0:
         return "a list without a kind, which GE drops"
     return kinds.get((which or "", value.list.val_type if which == "list" else 0), which or "nothing")
-
-
-def limits_hold(graph: View, claims: Claims) -> Iterator[Finding]:
-    """Sizes and attributes are within what an operator's documents allow."""
-    for node in graph.nodes:
-        prototype = claims.prototypes.find(node.type)
-        if node.type in LIMITS and prototype is not None:
-            for found, expected, hint in LIMITS[node.type](Use(graph, node, prototype, claims.target)):
-                yield Finding(node.name, "limit", f"{node.type}: {found}", expected, hint)
 
 
 # ---- descriptions ----------------------------------------------------------------------------------------------------
@@ -596,8 +590,7 @@ def ordered(graph: View) -> list[Node]:
 
 STRUCTURE: tuple[Check, ...] = (unique_names, edges_exist, one_result, no_cycle, numbered_inputs)
 CHECKS: tuple[Check, ...] = (
-    prototypes_hold,
-    limits_hold,
+    operators_hold,
     descriptions_agree,
     shapes_are_static,
     constants_are_whole,

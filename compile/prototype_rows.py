@@ -121,8 +121,8 @@ BASIC = [
     # Complete rows although helpers exist: what is written in place must be known without torchair too.
     Row(
         type="Assign",
-        ins="ref value: BASIC/BOOL",
-        outs="ref: BASIC/BOOL",
+        ins="ref value: BASIC/BOOL/STR",
+        outs="ref: BASIC/BOOL/STR",
         attrs="validate_shape: Bool = true; use_locking: Bool = false",
         same="ref value",
         source=_MATH,

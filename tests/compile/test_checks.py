@@ -1,0 +1,701 @@
+"""A valid graph passes every check; one change per rule is caught, with the node, what was found and expected."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_graph.compile.checks import check_graph
+from kimi_graph.compile.ge_proto import Dtype, ModelDef, OpDef, describe, fill_attr, set_attr, split_edge, tensor_def
+from kimi_graph.compile.prototypes import Prototypes
+from kimi_graph.compile.targets import target
+from kimi_graph.errors import CompileError
+
+BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+
+HELPERS = '''
+def Add(x1, x2):
+    """REG_OP(Add)\\n
+    .INPUT(x1, TensorType({DT_FLOAT, DT_BF16, DT_INT32}))\\n
+    .INPUT(x2, TensorType({DT_FLOAT, DT_BF16, DT_INT32}))\\n
+    .OUTPUT(y, TensorType({DT_FLOAT, DT_BF16, DT_INT32}))\\n
+    """
+
+
+def MatMul(x1, x2, bias=None):
+    """REG_OP(MatMul)\\n
+    .INPUT(x1, TensorType({DT_FLOAT, DT_BF16}))\\n
+    .INPUT(x2, TensorType({DT_FLOAT, DT_BF16}))\\n
+    .OPTIONAL_INPUT(bias, TensorType({DT_FLOAT, DT_BF16}))\\n
+    .OUTPUT(y, TensorType({DT_FLOAT, DT_BF16}))\\n
+    .ATTR(transpose_x1, Bool, false)\\n
+    .ATTR(transpose_x2, Bool, false)\\n
+    """
+
+
+def Reshape(x, shape):
+    """REG_OP(Reshape)\\n
+    .INPUT(x, TensorType::ALL())\\n
+    .INPUT(shape, TensorType({DT_INT32, DT_INT64}))\\n
+    .OUTPUT(y, TensorType::ALL())\\n
+    .ATTR(axis, Int, 0)\\n
+    """
+
+
+def ConcatD(x, concat_dim):
+    """REG_OP(ConcatD)\\n
+    .DYNAMIC_INPUT(x, TensorType({DT_BF16, DT_FLOAT}))\\n
+    .OUTPUT(y, TensorType({DT_BF16, DT_FLOAT}))\\n
+    .REQUIRED_ATTR(concat_dim, Int)\\n
+    .ATTR(N, Int, 1)\\n
+    """
+
+
+def Cast(x, dst_type):
+    """
+    REG_OP(Cast)
+        .INPUT(x, TensorType({DT_FLOAT, DT_BF16, DT_INT32,
+                              DT_DOUBLE}))
+        .OUTPUT(y, TensorType({DT_FLOAT, DT_BF16, DT_INT32, DT_DOUBLE}))
+        .REQUIRED_ATTR(dst_type, Int)
+    """
+'''
+
+
+@pytest.fixture(scope="module")
+def helpers(tmp_path_factory) -> Path:
+    """A folder with the helper files of torchair, and a few operators in them."""
+    folder = tmp_path_factory.mktemp("torchair")
+    for name in ("_ge_concrete_graph/dynamic_output_ops.py", "ge/_ge_graph.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    (folder / "_ge_concrete_graph/auto_generated_ge_raw_ops.py").write_text(HELPERS)
+    return folder
+
+
+class Builder:
+    """A graph made by hand: `add` gives the edge of a node's first output, `name:k` is the k-th."""
+
+    def __init__(self) -> None:
+        self.model = ModelDef()
+        self.graph = self.model.graph.add(name="tiny")
+        self.weights: set[str] = set()
+        self.states: set[str] = set()
+        self.inputs = 0
+
+    def op(self, name: str) -> OpDef:
+        return next(op for op in self.graph.op if op.name == name)
+
+    def data(self, name: str, shape, dtype=BF16, kind: str = "Data") -> str:
+        op = self.graph.op.add(name=name, type=kind)
+        describe(op.output_desc.add(name="y"), shape, dtype)
+        describe(op.input_desc.add(name="x"), shape, dtype)
+        set_attr(op, "index", self.inputs)
+        self.inputs += 1
+        return f"{name}:0"
+
+    def weight(self, name: str, shape, dtype=BF16) -> str:
+        self.weights.add(name)
+        return self.data(name, shape, dtype)
+
+    def state(self, name: str, shape, dtype=F32) -> str:
+        self.states.add(name)
+        return self.data(name, shape, dtype, "RefData")
+
+    def const(self, name: str, values, dtype=I64) -> str:
+        op = self.graph.op.add(name=name, type="Const")
+        value = torch.tensor(values, dtype=dtype)
+        fill_attr(op.attr["value"], tensor_def(value))
+        describe(op.output_desc.add(name="y"), value.shape, dtype)
+        return f"{name}:0"
+
+    def add(self, name: str, kind: str, inputs: dict, outputs: dict, after=(), **attrs) -> str:
+        """inputs: edge by name, None for one that is not given; outputs: (shape, dtype) by name."""
+        op = self.graph.op.add(name=name, type=kind)
+        for input_, edge in inputs.items():
+            op.input.append(edge or "")
+            desc = op.input_desc.add()
+            if edge:
+                producer, index = split_edge(edge)
+                desc.CopyFrom(self.op(producer).output_desc[index])
+            else:
+                desc.attr["_is_unfed_optional"].i = 1
+            desc.name = input_
+        op.input.extend(f"{other}:-1" for other in after)
+        for output, (shape, dtype) in outputs.items():
+            describe(op.output_desc.add(name=output), shape, dtype)
+        for key, value in attrs.items():
+            set_attr(op, key, value)
+        return f"{name}:0"
+
+    def done(self, *edges: str) -> "Builder":
+        self.add("NetOutput", "NetOutput", {f"input{i}": e for i, e in enumerate(edges)}, {})
+        return self
+
+
+def step_graph() -> Builder:
+    """A KDA decode step in small: project, update the memory in place, project back, add."""
+    g = Builder()
+    x = g.data("x", [2, 64])
+    slots, lengths = g.data("slots", [2], I32), g.const("ones", [1, 1], I32)
+    gate, beta = g.data("gate", [2, 4, 16], F32), g.data("beta", [2, 4])
+    memory = g.state("memory", [3, 4, 16, 16])
+    q = g.add("q", "MatMul", {"x1": x, "x2": g.weight("wq", [64, 64]), "bias": None}, {"y": ([2, 64], BF16)},
+              transpose_x1=False, transpose_x2=True)  # fmt: skip
+    heads = g.add("heads", "Reshape", {"x": q, "shape": g.const("shape", [2, 4, 16])}, {"y": ([2, 4, 16], BF16)})
+    inputs = {"query": heads, "key": heads, "value": heads, "beta": beta, "state": memory}
+    inputs |= {"actual_seq_lengths": lengths, "ssm_state_indices": slots, "g": None, "gk": gate}
+    made = {"out": ([2, 4, 16], BF16), "state": ([3, 4, 16, 16], F32)}
+    o = g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=0.25)
+    flat = g.add("flat", "Reshape", {"x": o, "shape": g.const("shape2", [2, 64])}, {"y": ([2, 64], BF16)})
+    normed = g.add("norm", "RmsNorm", {"x": flat, "gamma": g.weight("gamma", [64])},
+                   {"y": ([2, 64], BF16), "rstd": ([2, 1], F32)}, epsilon=1e-6)  # fmt: skip
+    y = g.add("sum", "Add", {"x1": x, "x2": normed}, {"y": ([2, 64], BF16)})
+    return g.done(y)
+
+
+def check(g: Builder, helpers: Path, name: str = "a3", cann: str = "9.1", **claims) -> None:
+    t = target(name, cann=cann)
+    claims = {"weights": g.weights, "states": g.states} | claims
+    check_graph(g.model, t, Prototypes(t.soc, helpers), **claims)
+
+
+@pytest.mark.parametrize("name", ["a2", "a3", "950pr", "950dt"])
+def test_a_valid_graph_passes_on_every_target(helpers, name):
+    check(step_graph(), helpers, name)
+
+
+# ---- one mutation per rule: what is done, and what the message says --------------------------------------------------
+
+MUTATIONS = {
+    "a second node of a name": (
+        lambda g: g.graph.op.add().CopyFrom(g.op("heads")),
+        r"heads: 2 nodes of this name \(Reshape\); expected one",
+    ),
+    "a node without a name": (lambda g: setattr(g.op("norm"), "name", ""), r"1 nodes without a name"),
+    "an edge from nowhere": (
+        lambda g: g.op("q").input.__setitem__(0, "y:0"),
+        r"q: input y:0 of MatMul; expected a node of this graph, and 'y' is none",
+    ),
+    "an output that does not exist": (
+        lambda g: g.op("sum").input.__setitem__(1, "norm:2"),
+        r"sum: input norm:2 of Add; expected one of the 2 outputs of norm",
+    ),
+    "a control edge from nowhere": (lambda g: g.op("q").input.append("y:-1"), r"control edge from 'y'"),
+    "a description too many": (lambda g: g.op("q").input_desc.add(name="z"), r"3 data inputs and 4 input descriptions"),
+    "no result": (lambda g: g.graph.op.pop(), r"tiny: 0 NetOutput nodes; expected one"),
+    "two results": (lambda g: g.graph.op.add(name="again", type="NetOutput"), r"2 NetOutput nodes"),
+    "a cycle": (lambda g: g.op("q").input.append("norm:-1"), r"nodes wait for each other"),
+    "an index twice": (lambda g: set_attr(g.op("slots"), "index", 0), r"slots: index 0, which x has too"),
+    "a gap in the indexes": (lambda g: set_attr(g.op("slots"), "index", 9), r"slots: index 9; expected 0 to 6"),
+    "no index": (lambda g: g.op("slots").attr.clear(), r"slots: no attribute 'index'"),
+    "an unknown operator": (lambda g: setattr(g.op("sum"), "type", "Plus"), r"sum: operator type 'Plus'"),
+    "an unknown attribute": (
+        lambda g: set_attr(g.op("norm"), "eps", 1e-6),
+        r"norm: RmsNorm has an attribute 'eps'; expected one of: epsilon",
+    ),
+    "an attribute of the wrong type": (
+        lambda g: set_attr(g.op("norm"), "epsilon", 1),
+        r"norm: epsilon holds Int; expected Float",
+    ),
+    "inputs in the wrong order": (
+        lambda g: [setattr(d, "name", n) for d, n in zip(g.op("sum").input_desc, ("x2", "x1"), strict=True)],
+        r"sum: 'x2' where input x1 of Add belongs; expected x1, x2",
+    ),
+    "an input of another operator": (
+        lambda g: setattr(g.op("q").input_desc[2], "name", "offset_w"),
+        r"q: input 2 is called 'offset_w'; expected the order x1, x2, bias\?",
+    ),
+    "a required input not given": (
+        lambda g: (g.op("sum").input.__setitem__(1, ""), set_attr(g.op("sum").input_desc[1], "_is_unfed_optional", 1)),
+        r"sum: input x2 of Add is not given; expected it is required",
+    ),
+    "an input not given, described as given": (
+        lambda g: g.op("q").input_desc[2].attr.clear(),
+        r"q: input 2 \(bias\) has no edge, but a description",
+    ),
+    "a missing output": (
+        lambda g: g.op("norm").output_desc.pop(),
+        r"norm: nothing where output rstd of RmsNorm belongs",
+    ),
+    "a dtype the operator does not take": (
+        lambda g: setattr(g.op("beta").output_desc[0], "dtype", Dtype.FLOAT.proto) or copy_descs(g),
+        r"step: beta of RecurrentGatedDeltaRule is F32; expected one of BF16",
+    ),
+    "two dtypes where one is needed": (
+        lambda g: setattr(g.op("x").output_desc[0], "dtype", Dtype.FLOAT.proto) or copy_descs(g),
+        r"sum: Add with x1 F32, x2 BF16, y BF16; expected one dtype for all of them\. Cast before it\.",
+    ),
+    "an input described otherwise than its producer": (
+        lambda g: describe(g.op("flat").input_desc[0], (2, 4, 8), BF16),
+        r"flat: input x of Reshape described as BF16 \[2, 4, 8\]; expected BF16 \[2, 4, 16\], as step:0 is",
+    ),
+    "a dim that is not known": (
+        lambda g: describe(g.op("q").output_desc[0], (-1, 64), BF16),
+        r"q: output 0 of MatMul: \[-1, 64\]; expected a static shape",
+    ),
+    "a dtype that is not known": (
+        lambda g: setattr(g.op("q").output_desc[0], "dtype", 0),
+        r"q: output 0 of MatMul: unknown dtype \[2, 64\]; expected both known",
+    ),
+    "a shape that is not known": (
+        lambda g: g.op("q").output_desc[0].ClearField("shape"),
+        r"q: output 0 of MatMul: BF16 unknown shape",
+    ),
+    "a result without elements": (
+        lambda g: describe(g.op("sum").output_desc[0], (0, 64), BF16),
+        r"sum: output 0 of Add, which is read, has no elements: \[0, 64\]",
+    ),
+    "a constant with too few bytes": (
+        lambda g: setattr(g.op("shape").attr["value"].t, "data", b"\0" * 16),
+        r"shape: 16 bytes for I64 \[3\]; expected 24",
+    ),
+    "a constant described otherwise": (
+        lambda g: describe(g.op("shape").output_desc[0], (3,), I32),
+        r"shape: a constant of I64 \[3\] described as I32 \[3\]",
+    ),
+    "float64": (
+        lambda g: setattr(g.op("gate").output_desc[0], "dtype", Dtype.DOUBLE.proto),
+        r"gate: Data gives F64; expected no float64 on the device",
+    ),
+    "an input on the CPU": (
+        lambda g: setattr(g.op("x").output_desc[0], "device_type", "CPU"),
+        r"x: Data is placed on the CPU; expected placed on the NPU\. Trace with meta tensors",
+    ),
+    "a host tensor": (lambda g: set_attr(g.op("x"), "_host_tensor", True), r"x: Data is marked as a host tensor"),
+    "a state that is no RefData": (
+        lambda g: setattr(g.op("memory"), "type", "Data"),
+        r"memory: a Data node for a declared state",
+    ),
+    "a weight nobody made": (lambda g: g.weights.add("wk"), r"wk: no such Data node for a declared weight"),
+    "a state nobody declared": (lambda g: g.states.clear(), r"memory: a RefData node that no state is declared for"),
+}
+
+
+def copy_descs(g: Builder) -> None:
+    """Describe every input as the output it reads."""
+    for op in g.graph.op:
+        for edge, desc in zip((e for e in op.input if not e.endswith(":-1")), op.input_desc, strict=False):
+            if edge:
+                producer, index = split_edge(edge)
+                name = desc.name
+                desc.CopyFrom(g.op(producer).output_desc[index])
+                desc.name = name
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_a_graph_is_refused_with(helpers, what):
+    mutate, message = MUTATIONS[what]
+    g = step_graph()
+    mutate(g)
+    with pytest.raises(CompileError, match=message):
+        check(g, helpers)
+
+
+def test_a_required_attribute_must_be_there(helpers):
+    g = Builder()
+    x = g.data("x", [2, 4])
+    y = g.add("join", "ConcatD", {"x0": x, "x1": x}, {"y": ([2, 8], BF16)}, concat_dim=1, N=2)
+    g.done(y)
+    check(g, helpers)
+    g.op("join").attr.pop("concat_dim")
+    with pytest.raises(CompileError, match=r"join: ConcatD without 'concat_dim'; expected it is required \(Int\)"):
+        check(g, helpers)
+
+
+def test_a_list_attribute_without_a_kind_is_refused_because_ge_drops_it(helpers):
+    g = moe_graph()
+    g.op("route").attr["active_expert_range"].list.val_type = 0
+    with pytest.raises(
+        CompileError, match=r"active_expert_range holds a list without a kind, which GE drops; expected ListInt"
+    ):
+        check(g, helpers)
+
+
+def test_private_attributes_of_torchair_pass_and_others_do_not(helpers):
+    g = step_graph()
+    set_attr(g.op("q"), "_inference_rule", "{}")
+    check(g, helpers)
+    set_attr(g.op("q"), "_mystery", 1)
+    with pytest.raises(CompileError, match="MatMul has an attribute '_mystery'"):
+        check(g, helpers)
+
+
+def test_an_operator_without_a_kernel_for_the_chip_is_refused_there_only(helpers):
+    g = Builder()
+    x, w, s = g.data("x", [2, 1, 64]), g.weight("w", [4, 64]), g.state("window", [3, 3, 64], BF16)
+    outputs = {"conv_states": ([3, 3, 64], BF16), "y": ([2, 1, 64], BF16)}
+    g.add("conv", "CausalConv1d", {"x": x, "weight": w, "conv_states": s}, outputs)
+    g.done("conv:1")
+    check(g, helpers, "950dt")
+    with pytest.raises(CompileError, match=r"conv: operator CausalConv1d on a3 \(a3\); expected one of its chips: 950"):
+        check(g, helpers, "a3")
+
+
+def test_eight_bit_floats_are_for_the_950_family(helpers):
+    g = Builder()
+    x, chosen = g.data("x", [4, 64], torch.float8_e4m3fn), g.data("chosen", [4, 2], I32)
+    g.done(g.add("sort", "MoeInitRoutingV3", {"x": x, "expert_idx": chosen},
+        {"expanded_x": ([8, 64], torch.float8_e4m3fn), "expanded_row_idx": ([8], I32),
+         "expert_tokens_count_or_cumsum": ([8], I64), "expanded_scale": ([8], F32)},
+        expert_num=8, expert_tokens_num_type=1, expert_tokens_num_flag=True))  # fmt: skip
+    check(g, helpers, "950dt")
+    with pytest.raises(CompileError, match="x of MoeInitRoutingV3 is E4M3"):
+        check(g, helpers, "a3")
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_reads_only_weights_is_refused(helpers):
+    g = step_graph()
+    g.graph.op.pop()
+    other = g.add("turn", "Reshape", {"x": "wq:0", "shape": g.const("flat_shape", [4096])}, {"y": ([4096], BF16)})
+    g.done("sum:0", other)
+    with pytest.raises(
+        CompileError, match=r"turn: Reshape reads only wq, flat_shape; .* Fold it into the weight's recipe"
+    ):
+        check(g, helpers)
+
+
+def test_a_node_that_reads_only_constants_is_refused(helpers):
+    g = step_graph()
+    g.graph.op.pop()
+    one = g.const("one", [1.0], F32)
+    g.done("sum:0", g.add("two", "Add", {"x1": one, "x2": one}, {"y": ([1], F32)}))
+    with pytest.raises(CompileError, match=r"two: Add reads only one, one"):
+        check(g, helpers)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def assign_graph() -> Builder:
+    g = Builder()
+    x, s = g.data("x", [2, 4], F32), g.state("s", [2, 4])
+    new = g.add("new", "Add", {"x1": x, "x2": s}, {"y": ([2, 4], F32)})
+    written = g.add("keep", "Assign", {"ref": s, "value": new}, {"ref": ([2, 4], F32)})
+    return g.done(new, written)
+
+
+def test_assign_writes_a_state_after_the_value_that_was_made_of_it(helpers):
+    check(assign_graph(), helpers)
+
+
+def test_a_state_that_should_be_updated_and_is_not_is_refused(helpers):
+    g = step_graph()
+    g.op("step").input[4] = g.data("copy", [3, 4, 16, 16], F32)
+    with pytest.raises(CompileError, match=r"memory: no operator writes it; expected its next value written in place"):
+        check(g, helpers, updated={"memory"})
+
+
+def test_a_state_that_is_only_read_must_be_declared_so(helpers):
+    check(step_graph(), helpers, updated={"memory"})
+    with pytest.raises(CompileError, match=r"memory: written by step; expected no writer: it is declared as only read"):
+        check(step_graph(), helpers, updated=set())
+
+
+def test_two_writers_of_a_state_are_refused(helpers):
+    g = assign_graph()
+    g.graph.op.pop()
+    g.done(g.add("again", "Assign", {"ref": "keep:0", "value": "new:0"}, {"ref": ([2, 4], F32)}))
+    with pytest.raises(CompileError, match=r"s: written 2 times, by keep, again; expected one operator that writes it"):
+        check(g, helpers)
+
+
+def test_an_in_place_operator_may_not_write_an_input_that_is_no_state(helpers):
+    g = assign_graph()
+    g.op("keep").input[0] = "x:0"
+    with pytest.raises(CompileError, match=r"keep: Assign writes into x:0, a Data node; expected a state"):
+        check(g, helpers, updated=set())
+
+
+def test_a_state_is_not_written_through_a_view(helpers):
+    g = Builder()
+    x, s = g.data("x", [8], F32), g.state("s", [2, 4])
+    flat = g.add("flat", "Reshape", {"x": s, "shape": g.const("shape", [8])}, {"y": ([8], F32)})
+    g.done(g.add("keep", "Assign", {"ref": flat, "value": x}, {"ref": ([8], F32)}))
+    with pytest.raises(
+        CompileError, match=r"keep: Assign writes state s through flat:0; expected an edge from the RefData"
+    ):
+        check(g, helpers)
+
+
+def test_what_is_written_in_place_has_the_buffers_shape(helpers):
+    g = assign_graph()
+    describe(g.op("keep").output_desc[0], (8,), F32)
+    copy_descs(g)
+    with pytest.raises(CompileError, match=r"keep: Assign writes F32 \[8\] over ref, F32 \[2, 4\]"):
+        check(g, helpers)
+
+
+def racing_graph(after=()) -> Builder:
+    """A state is written while another node, which nothing orders, reads a view of it."""
+    g = Builder()
+    x, s = g.data("x", [2, 4], F32), g.state("s", [2, 4])
+    view = g.add("view", "Reshape", {"x": s, "shape": g.const("shape", [4, 2])}, {"y": ([4, 2], F32)})
+    old = g.add("old", "Add", {"x1": view, "x2": view}, {"y": ([4, 2], F32)})
+    written = g.add("keep", "Assign", {"ref": s, "value": x}, {"ref": ([2, 4], F32)}, after=after)
+    return g.done(old, written)
+
+
+def test_a_reader_of_a_state_and_its_writer_must_have_an_order(helpers):
+    with pytest.raises(
+        CompileError, match=r"old: Add reads state s while keep may write it; expected a data or control edge"
+    ):
+        check(racing_graph(), helpers)
+
+
+def test_a_control_edge_is_an_order(helpers):
+    check(racing_graph(after=["old"]), helpers)
+
+
+def test_a_node_that_no_result_needs_is_refused(helpers):
+    g = assign_graph()
+    net = g.op("NetOutput")
+    net.input.pop()
+    net.input_desc.pop()
+    with pytest.raises(CompileError, match=r"keep: no result needs this Assign; .* let NetOutput wait for it"):
+        check(g, helpers)
+    net.input.append("keep:-1")
+    check(g, helpers)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def moe_graph(experts: int = 8, rows: int = 4, k: int = 2, mode: int = 2, width: int = 64) -> Builder:
+    g = Builder()
+    x, scores = g.data("x", [rows, width]), g.data("scores", [rows, experts], F32)
+    bias = g.weight("bias", [experts], F32)
+    g.add("gate", "MoeGatingTopK", {"x": scores, "bias": bias},
+          {"y": ([rows, k], F32), "expert_idx": ([rows, k], I32), "out": ([rows, experts], F32)},
+          k=k, norm_type=1, routed_scaling_factor=2.0, eps=1e-20)  # fmt: skip
+    g.add("route", "MoeInitRoutingV3", {"x": x, "expert_idx": "gate:1", "scale": None, "offset": None},
+          {"expanded_x": ([rows * k, width], BF16), "expanded_row_idx": ([rows * k], I32),
+           "expert_tokens_count_or_cumsum": ([experts], I64), "expanded_scale": ([rows * k], F32)},
+          active_num=rows * k, expert_num=experts, expert_tokens_num_type=1, expert_tokens_num_flag=True,
+          active_expert_range=[0, experts])  # fmt: skip
+    weight = g.weight("up", [experts, 2 * width, width])
+    inputs = {"x0": "route:0", "weight0": weight, "group_list": "route:2", "per_token_scale": None}
+    g.add("up_rows", "GroupedMatmul", inputs,
+          {"y0": ([rows * k, 2 * width], BF16)}, split_item=2, group_type=0, group_list_type=1,
+          transpose_weight=True)  # fmt: skip
+    act = g.add("act", "SwiGlu", {"x": "up_rows:0"}, {"y": ([rows * k, width], BF16)}, dim=-1)
+    inputs = {
+        "expanded_x": act,
+        "expanded_row_idx": "route:1",
+        "x1": None,
+        "x2": None,
+        "bias": None,
+        "scales": "gate:0",
+    }
+    return g.done(g.add("mix", "MoeFinalizeRoutingV2", inputs, {"y": ([rows, width], BF16)}, drop_pad_mode=mode))
+
+
+def test_a_mixture_of_experts_passes(helpers):
+    check(moe_graph(), helpers)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"experts": 4096}, r"gate: MoeGatingTopK: the number of experts is 4,096; expected at most 2,048"),
+        ({"experts": 1025}, r"up_rows: GroupedMatmul: the number of groups is 1,025; expected at most 1,024"),
+        ({"k": 9}, r"gate: MoeGatingTopK: k is 9; expected 1 to 8"),
+        ({"mode": 0}, r"mix: MoeFinalizeRoutingV2: drop_pad_mode 0 after MoeInitRoutingV3, .*; expected 2 or 3"),
+    ],
+)
+def test_limits_of_expert_operators_hold(helpers, change, message):
+    with pytest.raises(CompileError, match=message):
+        check(moe_graph(**change), helpers)
+
+
+@pytest.mark.parametrize(
+    "node, attr, value, message",
+    [
+        ("gate", "norm_type", 2, r"norm_type is 2; expected one of 0, 1"),
+        ("gate", "group_count", 3, r"group_count is 3 for 8 experts; expected a divisor"),
+        ("route", "expert_num", 10241, r"expert_num is 10,241; expected at most 10,240"),
+        ("route", "expert_tokens_num_flag", False, r"expert_tokens_num_flag is false; expected true"),
+        ("route", "active_expert_range", [0, 9], r"active_expert_range is \[0, 9\]; expected within \[0, 8\]"),
+        ("up_rows", "transpose_weight", False, r"x sums over 64, weight over 128; expected equal sizes"),
+        ("up_rows", "split_item", 4, r"split_item is 4"),
+    ],
+)
+def test_attributes_of_expert_operators_have_legal_values(helpers, node, attr, value, message):
+    g = moe_graph()
+    set_attr(g.op(node), attr, value)
+    with pytest.raises(CompileError, match=message):
+        check(g, helpers)
+
+
+def recurrent(tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2) -> Builder:
+    g = Builder()
+    keys = g.data("k", [tokens, nk, dk])
+    inputs = {"query": keys, "key": keys, "value": g.data("v", [tokens, nv, 16]), "beta": g.data("beta", [tokens, nv])}
+    inputs |= {"state": g.state("s", [slots, nv, 16, dk]), "actual_seq_lengths": g.data("n", [rows], I32)}
+    inputs |= {"ssm_state_indices": g.data("slots", [tokens], I32)}
+    made = {"out": ([tokens, nv, 16], BF16), "state": ([slots, nv, 16, dk], F32)}
+    return g.done(g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=1.0))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dk": 513}, "the key width is 513; expected at most 512"),
+        ({"nv": 257, "nk": 1}, "the number of value heads is 257; expected at most 256"),
+        ({"nk": 3}, "3 key heads and 4 value heads; expected a divisor"),
+        ({"slots": 1}, "the number of tokens is 2; expected at most 1. The operator wants at least as many slots"),
+        ({"tokens": 17, "slots": 32}, "17 tokens of 2 sequences; expected 1 to 8 tokens of each"),
+    ],
+)
+def test_limits_of_the_recurrent_delta_rule_hold(helpers, change, message):
+    check(recurrent(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(recurrent(**change), helpers)
+
+
+def absorbed(heads: int = 4, page: int = 128, block: int | None = None, lengths: bool = True, **attrs) -> Builder:
+    """MLA decode over the paged latent cache."""
+    g = Builder()
+    q, rope = g.data("q", [2, heads, 1, 512]), g.data("q_rope", [2, heads, 1, 64])
+    pool, ropes = g.data("pool", [5, 1, page, 512]), g.data("ropes", [5, 1, page, 64])
+    inputs = {"query": q, "key0": pool, "value0": pool, "atten_mask": None}
+    inputs |= {
+        "actual_seq_lengths_kv": g.data("n", [2], I64) if lengths else None,
+        "block_table": g.data("table", [2, 2], I32),
+    }
+    inputs |= {"query_rope": rope, "key_rope": ropes}
+    attrs = {
+        "num_heads": heads,
+        "num_key_value_heads": 1,
+        "scale": 0.1,
+        "input_layout": "BNSD",
+        "sparse_mode": 0,
+    } | attrs
+    made = {"attention_out": ([2, heads, 1, 512], BF16), "softmax_lse": ([0], F32)}
+    g.add("attend", "FusedInferAttentionScore", inputs, made, block_size=page if block is None else block, **attrs)
+    return g.done("attend:0")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"page": 72}, "block_size is 72; expected a multiple of 16, at most 1,024. The nearest is 64"),
+        ({"page": 2048}, "block_size is 2048; expected a multiple of 16, at most 1,024. The nearest is 1024"),
+        ({"block": 64}, "the page size in key is 128; expected 64"),
+        ({"heads": 3}, "the number of heads over the latent cache is 3; expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ({"heads": 256}, "the number of heads over the latent cache is 256"),
+        ({"lengths": False}, "block_table without actual_seq_lengths_kv"),
+        ({"sparse_mode": 3}, "sparse_mode 3 without atten_mask; expected a [2048, 2048] mask"),
+        ({"num_heads": 8}, "the number of heads in query is 4; expected 8"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads over the latent cache is 2; expected 1"),
+    ],
+)
+def test_limits_of_attention_over_the_latent_cache_hold(helpers, change, message):
+    check(absorbed(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(absorbed(**change), helpers)
+
+
+def test_cann_9_2_takes_any_number_of_heads(helpers):
+    check(absorbed(heads=3), helpers, cann="9.2")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"width": 448}, "heads and width of key_cache is [1, 448]; expected [1, 512]"),
+        ({"rows": 999}, "the number of new rows is 999; expected at most 640. The cache has no more rows."),
+    ],
+)
+def test_a_cache_takes_rows_of_its_width_and_no_more_than_it_has(helpers, change, message):
+    def write(width: int = 512, rows: int = 2) -> Builder:
+        g = Builder()
+        cache, ropes = g.state("cache", [5, 128, 1, width], BF16), g.state("ropes", [5, 128, 1, 64], BF16)
+        inputs = {"key": g.data("k", [rows, 1, 512]), "key_cache": cache, "slot_mapping": g.data("at", [rows], I64)}
+        inputs |= {"value": g.data("v", [rows, 1, 64]), "value_cache": ropes}
+        made = {"key_cache": ([5, 128, 1, width], BF16), "value_cache": ([5, 128, 1, 64], BF16)}
+        g.add("write", "ScatterPaKvCache", inputs, made, cache_mode="Norm", scatter_mode="None")
+        return g.done("write:0", "write:1")
+
+    check(write(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(write(**change), helpers)
+
+
+@pytest.mark.parametrize(
+    "mutate, message",
+    [
+        (
+            lambda g: set_attr(g.op("q"), "transpose_x1", True),
+            r"q: MatMul: \[2, 64\] times \[64, 64\] sums over 2 and 64",
+        ),
+        (
+            lambda g: describe(g.op("heads").output_desc[0], (2, 4, 8), BF16),
+            r"heads: Reshape: \[2, 64\] to \[2, 4, 8\]",
+        ),
+        (
+            lambda g: describe(g.op("norm").output_desc[0], (2, 32), BF16),
+            r"norm: RmsNorm: output is \[2, 32\]; expected \[2, 64\]",
+        ),
+        (
+            lambda g: describe(g.op("sum").output_desc[0], (1, 64), BF16),
+            r"sum: Add: output is \[1, 64\]; expected \[2, 64\]",
+        ),
+    ],
+)
+def test_shapes_follow_from_the_inputs(helpers, mutate, message):
+    g = step_graph()
+    mutate(g)
+    with pytest.raises(CompileError, match=message):
+        check(g, helpers)
+
+
+def test_cast_counts_dtypes_as_ges_own_enum_does(helpers):
+    g = Builder()
+    y = g.add("cast", "Cast", {"x": g.data("x", [2])}, {"y": ([2], F32)}, dst_type=Dtype.FLOAT.ge)
+    g.done(y)
+    check(g, helpers)
+    set_attr(g.op("cast"), "dst_type", Dtype.FLOAT.proto)
+    with pytest.raises(CompileError, match=r"cast: Cast: dst_type 1 is F16, its output F32; expected the same"):
+        check(g, helpers)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_the_message_counts_faults_by_rule_and_shows_the_first_of_each(helpers):
+    g = step_graph()
+    others = [op for op in g.graph.op if op.name != "sum"]
+    for op in others:
+        set_attr(op, "_mystery", 1)
+    describe(g.op("sum").output_desc[0], (1, 64), BF16)
+    copy_descs(g)
+    with pytest.raises(CompileError) as caught:
+        check(g, helpers)
+    first, *shown, last = str(caught.value).splitlines()
+    assert first == f"graph 'tiny' has {len(others) + 1} faults (attribute {len(others)}, limit 1):"
+    assert [line.rpartition("[")[2] for line in shown] == ["attribute]"] * 3 + ["limit]"]
+    assert last == f"  and {len(others) - 3} more"
+
+
+def test_the_message_names_the_source_line_where_it_is_known(helpers):
+    g = step_graph()
+    set_attr(g.op("norm"), "epsilon", 1)
+    set_attr(g.op("norm"), "_source", "layers/kda.py:7")
+    with pytest.raises(
+        CompileError, match=r"norm \(layers/kda.py:7\): epsilon holds Int; expected Float\. \[attribute\]"
+    ):
+        check(g, helpers)
+    with pytest.raises(CompileError, match=r"norm \(layers/kda.py:8\): epsilon"):
+        check(g, helpers, sources={"norm": "layers/kda.py:8"})
+
+
+def test_a_group_name_longer_than_hccl_takes_is_refused(helpers):
+    g = step_graph()
+    set_attr(g.op("sum"), "group", "tag=" + "0," * 100)
+    with pytest.raises(CompileError, match=r"sum: a group name of 204 bytes; expected at most 127"):
+        check(g, helpers)
