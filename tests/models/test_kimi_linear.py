@@ -13,10 +13,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.fixture(scope="module")
 def both(tiny):
     """(config, our parameters, transformers' model) of one checkpoint."""
-    from transformers import KimiLinearForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     config = kg.load_config(tiny)
-    theirs = KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    theirs = transformers.KimiLinearForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     return config, kg.load_params(tiny, config, dtype=torch.float32), theirs
 
 
