@@ -103,7 +103,7 @@ class _Walk:
 
     def _placeholder(self, node: fx.Node) -> Value:
         meta = node.meta["val"]
-        return self.room.input(str(node.target), meta.shape, meta.dtype)
+        return self.room.input(node.name, meta.shape, meta.dtype)
 
     def _get_attr(self, node: fx.Node) -> Value:
         value = operator.attrgetter(str(node.target))(node.graph.owning_module)

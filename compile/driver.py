@@ -26,7 +26,7 @@ from .passes import fold_weights, lower_einsum, simplify, weight_name
 from .phases import Bucket, capture_pieces, schedule
 from .prototypes import Prototypes
 from .recipe import Step
-from .stamp import Assembly, Piece, make_piece
+from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host
 from .torchair_host import load as load_host
@@ -146,11 +146,12 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
 def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
     """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
     folded = fold_weights(simplify(lower_einsum(captured)), lambda n: n.startswith("p."))
-    made = convert(folded.captured.module, name=name, host=host, target=target)
+    made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
+    outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     infer_shapes(made.model)
-    return make_piece(made.model, inputs, folded.captured.outputs, folded.weights, made.sources, prototypes)
+    return make_piece(made.model, inputs, outputs, folded.weights, made.sources, prototypes)
 
 
 def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:

@@ -32,19 +32,17 @@ class Piece:
     sources: Mapping[str, str]
 
 
-def make_piece(
-    model: ModelDef,
-    inputs: Mapping[str, str],
-    outputs: Iterable[str],
-    weights: Mapping[str, tuple[str, tuple[Step, ...]]],
-    sources: Mapping[str, str],
-    prototypes: Prototypes,
-) -> Piece:
-    """A piece of a converted graph: states in place, nothing dead.
+def alias_states(
+    model: ModelDef, inputs: Mapping[str, str], outputs: Iterable[str], prototypes: Prototypes
+) -> dict[str, str]:
+    """Make the states of a converted graph in place: their Data become RefData, and NetOutput forgets them.
 
     Args:
-        model: one graph. inputs: dotted name per Data node. outputs: dotted names in NetOutput's order.
+        model: one graph, changed. inputs: dotted name per Data node. outputs: dotted names in NetOutput's order.
         prototypes: say which operators write an input's buffer.
+
+    Returns:
+        The edges of the other outputs by dotted name.
     """
     ops = {op.name: op for op in model.graph[0].op}
     results = next(op for op in ops.values() if op.type == "NetOutput")
@@ -52,19 +50,40 @@ def make_piece(
     node_of = {name: node for node, name in inputs.items()}
     for name, edge in edges.items():
         if name.startswith("s."):
-            state = node_of[name]
-            origin = _origin(ops, edge)
+            state, origin = node_of[name], _origin(ops, edge)
             found = _written_state(ops, origin, prototypes)
             assert found == state, f"{name}: its next value comes from {origin}, which does not write it in place"
             ops[state].type = "RefData"
     keep = {name: edge for name, edge in edges.items() if not name.startswith("s.")}
+    kept = [d for name, d in zip(edges, results.input_desc, strict=True) if name in keep]
+    descs = [type(d).FromString(d.SerializeToString()) for d in kept]
+    del results.input[:], results.input_desc[:]
+    results.input.extend(keep.values())
+    results.input_desc.extend(descs)
+    return keep
+
+
+def make_piece(
+    model: ModelDef,
+    inputs: Mapping[str, str],
+    outputs: Mapping[str, str],
+    weights: Mapping[str, tuple[str, tuple[Step, ...]]],
+    sources: Mapping[str, str],
+    prototypes: Prototypes,
+) -> Piece:
+    """A piece of a converted graph whose states are in place: views of views shortened, nothing dead.
+
+    Args:
+        model: one graph. inputs: dotted name per Data node. outputs: edges by dotted name.
+    """
+    ops = {op.name: op for op in model.graph[0].op}
     _shorten_views(ops)
     writers = [name for name, op in ops.items() if _in_place(op, prototypes)]
-    alive = _alive(ops, [split_edge(edge)[0] for edge in keep.values()] + writers)
+    alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
     return Piece(
         ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
         inputs={node: name for node, name in inputs.items() if node in alive},
-        outputs=keep,
+        outputs=outputs,
         weights=weights,
         sources=sources,
     )
@@ -151,7 +170,7 @@ class Assembly:
             copy = OpDef()
             copy.CopyFrom(op)
             copy.name = prefix + op.name
-            copy.input[:] = [edges.get(e) or prefix + e for e in op.input]
+            copy.input[:] = [edges[e] if e in edges else prefix + e for e in op.input]
             self.body.append(copy)
             self.sources[copy.name] = piece.sources.get(op.name, "")
         return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}

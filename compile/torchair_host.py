@@ -202,27 +202,36 @@ def _installed() -> _Source | None:
 def _fetch(cache: Path, announce: Callable[[str], None]) -> Path:
     """Download the pinned wheel and unpack what is used of it."""
     announce(
-        f"The graph converters come from the torch-npu {VERSION} wheel. It is downloaded once (42 MB), "
+        f"The graph converters come from the torch-npu {VERSION} wheel. It is downloaded once (44 MB), "
         f"and its torchair folder is kept in {cache}."
     )
     with _temporary(cache) as folder:
-        command = [sys.executable, *PIP_DOWNLOAD, f"torch-npu=={VERSION}", "--dest", str(folder)]
-        # 2: pip's progress belongs to the error stream, the other one is for results.
-        done = subprocess.run(command, stdout=2, check=False)
-        wheels = list(folder.glob("*.whl"))
-        if done.returncode or not wheels:
+        wheel = download(VERSION, folder)
+        digest = _digest(_read_wheel(wheel)[1])
+        if digest != SHA256:
             raise CompileError(
-                f"torch-npu {VERSION} could not be downloaded (what pip said is above). Without a network, run\n"
-                f"  python {' '.join(PIP_DOWNLOAD)} torch-npu=={VERSION}\n"
-                "on a machine that has one and pass the file as --torch-npu-wheel PATH."
+                f"the downloaded torch-npu {VERSION} is not the expected one: SHA-256 of its torchair is {digest}, "
+                f"expected {SHA256}. Check where pip downloads from, or pass a wheel as --torch-npu-wheel PATH."
             )
-        source = _unpack(wheels[0], cache, "download")
-    if source.digest != SHA256:
+        return _unpack(wheel, cache, "download").root
+
+
+def download(version: str, folder: Path) -> Path:
+    """The torch-npu wheel of a version, fetched by pip into `folder`. pip's progress goes to the error stream.
+
+    Raises:
+        CompileError: pip could not.
+    """
+    command = [sys.executable, *PIP_DOWNLOAD, f"torch-npu=={version}", "--dest", str(folder)]
+    done = subprocess.run(command, stdout=2, check=False)  # 2: the other stream is for results
+    wheels = list(folder.glob(f"torch_npu-{version}*.whl"))
+    if done.returncode or not wheels:
         raise CompileError(
-            f"the downloaded torch-npu {VERSION} is not the expected one: SHA-256 of its torchair is {source.digest}, "
-            f"expected {SHA256}. Check where pip downloads from, or pass a wheel you trust as --torch-npu-wheel PATH."
+            f"torch-npu {version} could not be downloaded (what pip said is above). Without a network, run\n"
+            f"  python {' '.join(PIP_DOWNLOAD)} torch-npu=={version}\n"
+            "on a machine that has one and pass the file as --torch-npu-wheel PATH."
         )
-    return source.root
+    return wheels[0]
 
 
 def _unpack(wheel: Path, cache: Path, origin: str) -> _Source:
@@ -236,8 +245,8 @@ def _unpack(wheel: Path, cache: Path, origin: str) -> _Source:
                 path = folder / "torchair" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
+            root.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another process was faster: the same files
-                root.parent.mkdir(parents=True, exist_ok=True)
                 (folder / "torchair").rename(root)
     if not root.is_dir():
         raise CompileError(f"{root}: torchair could not be unpacked there. Choose another cache folder.")
@@ -305,7 +314,7 @@ def _write_bytecode(root: Path, announce: Callable[[str], None]) -> None:
         announce(
             f"Compiling torchair's Python files for Python {sys.version_info.major}.{sys.version_info.minor}, once."
         )
-        compileall.compile_dir(root, quiet=2)
+        compileall.compile_dir(root, quiet=2)  # where the folder cannot be written, importing is slow
 
 
 def _import(source: _Source) -> dict[str, ModuleType]:

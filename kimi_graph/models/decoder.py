@@ -126,7 +126,7 @@ def feed(p: Block[Tensor], c: ModelConfig, layer: LayerConfig, x_BTD: Tensor) ->
 def last_token(x_BTD: Tensor, counts_B: Tensor) -> Tensor:
     """The last real token of each row: `[B, T, D]` -> `[B, 1, D]` (the first of a row without tokens)."""
     at_B = (counts_B - 1).clamp(min=0)
-    return torch.gather(x_BTD, 1, at_B[:, None, None].expand(-1, 1, x_BTD.shape[2]))
+    return torch.gather(x_BTD, 1, at_B[:, None, None].expand(x_BTD.shape[0], 1, x_BTD.shape[2]))
 
 
 def head(norm_D: Tensor, head_VD: Tensor, c: ModelConfig, x_BTD: Tensor) -> Tensor:

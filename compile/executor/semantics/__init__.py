@@ -1,0 +1,31 @@
+"""Semantics of GE operator types; importing this registers them all."""
+
+from . import (
+    attention,
+    cache,
+    constants,
+    elementwise,
+    indexing,
+    linear_attention,
+    matmul,
+    moe,
+    norm,
+    own,
+    reduce,
+    shape,
+)
+
+__all__ = [
+    "attention",
+    "cache",
+    "constants",
+    "elementwise",
+    "indexing",
+    "linear_attention",
+    "matmul",
+    "moe",
+    "norm",
+    "own",
+    "reduce",
+    "shape",
+]

@@ -1,0 +1,178 @@
+"""Mixture of experts: choose, sort rows by expert, grouped products, bring back.
+
+Letters: N rows, K experts per row, E experts, M = N * K copies, D and F widths.
+"""
+
+import torch
+from torch import Tensor
+
+from kimi_graph.compile.executor.node import Op
+from kimi_graph.compile.executor.registry import ge_op
+from kimi_graph.ops import at_least_f32
+
+MAX_EXPERTS = 2048
+MAX_GROUPS = 1024
+
+
+@ge_op(
+    "MoeGatingTopK",
+    provenance="public CPU reference",
+    source="ops-transformer's golden function and document: bias takes part in the choice only, the sigmoid weights "
+    "chosen are always divided by their sum + eps (renorm acts on softmax alone); equal values go to the lower expert",
+    outputs="y expert_idx out",
+    prototype="x bias? input_ids? tid2eid?",
+)
+def moe_gating_top_k(op: Op, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    k, norm_type, renorm = op.need("k", int), op.attr("norm_type", 0), op.attr("renorm", 0)
+    groups, kept = op.attr("group_count", 1), op.attr("k_group", 1)
+    op.expect(out_flag=(False, True))
+    op.require(norm_type in (0, 1), f"norm_type {norm_type}, supported is 0 (softmax) or 1 (sigmoid)")
+    op.require(renorm in (0, 1), f"renorm {renorm}, supported is 0 or 1")
+    experts = x.shape[-1]
+    op.require(x.ndim == 2 and experts <= MAX_EXPERTS, f"x [N, E <= {MAX_EXPERTS}] expected, found {list(x.shape)}")
+    op.require(
+        experts % groups == 0 and 1 <= kept <= groups, f"{experts} experts, {groups} groups, {kept} of them kept"
+    )
+    op.require(1 <= k <= experts // groups * kept, f"k = {k} of {experts // groups * kept} experts in kept groups")
+    x32 = at_least_f32(x)
+    weight = x32.softmax(-1) if norm_type == 0 else torch.sigmoid(x32)
+    ranked = weight if bias is None else weight + at_least_f32(bias)
+    ranked = _mask_groups(ranked, groups, kept, op.attr("group_select_mode", 0))
+    chosen = op.select(torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :k].int())
+    y = torch.gather(weight, 1, chosen.long())
+    eps, scale = op.attr("eps", 1e-20), op.attr("routed_scaling_factor", 1.0)
+    if norm_type == 1 or renorm == 1:
+        y = y / (y.sum(-1, keepdim=True) + eps)
+    return (y * scale).to(x.dtype), chosen, weight
+
+
+def _mask_groups(ranked: Tensor, groups: int, kept: int, mode: int) -> Tensor:
+    """Experts outside the best groups at -inf; a group is as good as its best expert (0) or its best two (1)."""
+    if groups == 1:
+        return ranked
+    grouped = ranked.unflatten(1, (groups, -1))
+    score = grouped.amax(-1) if mode == 0 else grouped.topk(2, -1).values.sum(-1)
+    best = torch.sort(score, dim=-1, descending=True, stable=True).indices[:, :kept]
+    hidden = torch.ones_like(score, dtype=torch.bool).scatter(1, best, False)
+    return grouped.masked_fill(hidden[..., None], float("-inf")).flatten(1)
+
+
+@ge_op(
+    "MoeInitRoutingV3",
+    provenance="public CPU reference",
+    source="ops-transformer's golden function: copies sorted by expert, stable; row index of type 0 at n * K + k says "
+    "where the copy went, of type 1 where row i came from",
+    outputs="expanded_x expanded_row_idx expert_tokens_count_or_cumsum expanded_scale",
+    prototype="x expert_idx scale? offset?",
+)
+def moe_init_routing_v3(op: Op, x: Tensor, expert_idx: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, k = expert_idx.shape
+    experts = op.need("expert_num", int)
+    op.of_dtype(torch.int32, expert_idx=expert_idx)
+    op.require(x.shape[0] == rows, f"x has {x.shape[0]} rows, expert_idx {rows}")
+    # expert_capacity acts only where rows are dropped. The documents disagree on active_num; N * K suits them all.
+    op.must(active_num=rows * k, expert_tokens_num_flag=True)
+    op.expect(drop_pad_mode=0, expert_capacity=(-1, 0), quant_mode=-1)
+    active = op.attr("active_expert_range", [])
+    op.require(active in ([], [0, experts]), f"active_expert_range {active}, supported is all {experts} experts")
+    kind, count_type = op.attr("row_idx_type", 0), op.attr("expert_tokens_num_type", 0)
+    op.require(kind in (0, 1), f"row_idx_type {kind}, supported is 0 or 1")
+    op.require(count_type in (0, 1), f"expert_tokens_num_type {count_type}, supported is 0 (cumsum) or 1 (count)")
+    flat = expert_idx.reshape(-1).long()
+    if not flat.is_meta and flat.numel():
+        op.require(int(flat.min()) >= 0 and int(flat.max()) < experts, f"an expert outside 0..{experts - 1}")
+    origin = torch.sort(flat, stable=True).indices
+    went = torch.empty_like(origin).scatter_(0, origin, torch.arange(rows * k, device=x.device))
+    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = counts.cumsum(0) if count_type == 0 else counts
+    scale = torch.zeros(rows * k, dtype=torch.float64 if op.exact else torch.float32, device=x.device)
+    return x[origin // k], (went if kind == 0 else origin).int(), counts, scale
+
+
+@ge_op(
+    "GroupedMatmul",
+    provenance="public CPU reference",
+    source="ops-transformer's golden function and document: rows of group g times weight[g] (transposed by the flag); "
+    "group_list holds sums (0) or sizes (1); rows after the last group are not written (NaN here)",
+    outputs="y[]",
+    prototype="x[] weight[] bias[] scale[] offset[] antiquant_scale[] antiquant_offset[] group_list? per_token_scale?",
+)
+def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Tensor | None) -> Tensor:
+    op.must(group_type=0)
+    op.expect(dtype=0, transpose_x=False, act_type=0, tuning_config=([0], []))
+    split, transposed, list_type = (
+        op.need("split_item", int),
+        op.attr("transpose_weight", False),
+        op.attr("group_list_type", 0),
+    )
+    op.require(split in (2, 3), f"split_item {split}, supported is 2 or 3 (one y)")
+    op.require(
+        len(x) == len(weight) == 1, f"one x and one stacked weight are supported, found {len(x)} and {len(weight)}"
+    )
+    op.require(list_type in (0, 1), f"group_list_type {list_type}, supported is 0 (sums) or 1 (sizes)")
+    rows, stack = x[0], weight[0].mT if transposed else weight[0]
+    op.same_dtype(rows, stack)
+    op.require(rows.ndim == 2 and stack.ndim == 3, f"x [M, D] and weight [E, ., .] expected, found {list(stack.shape)}")
+    op.require(rows.shape[1] == stack.shape[1], f"x has width {rows.shape[1]}, weight takes {stack.shape[1]}")
+    op.require(stack.shape[0] <= MAX_GROUPS, f"{stack.shape[0]} groups, at most {MAX_GROUPS}")
+    if group_list is None:
+        op.fail("group_list is required where x is one tensor")
+    op.of_dtype(torch.int64, group_list=group_list)
+    op.require(
+        group_list.shape == (stack.shape[0],), f"{list(group_list.shape)} group_list for {stack.shape[0]} groups"
+    )
+    out = rows.new_full((rows.shape[0], stack.shape[2]), float("nan"))
+    if rows.is_meta:
+        return out
+    ends = group_list.tolist() if list_type == 0 else group_list.cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    op.require(all(a <= b for a, b in zip(starts, ends, strict=True)), "a negative group size")
+    op.require(ends[-1] <= rows.shape[0], f"groups hold {ends[-1]} rows, x has {rows.shape[0]}")
+    for start, end, matrix in zip(starts, ends, stack, strict=True):
+        if end > start:
+            out[start:end] = (at_least_f32(rows[start:end]) @ at_least_f32(matrix)).to(out.dtype)
+    return out
+
+
+@ge_op(
+    "MoeFinalizeRoutingV2",
+    provenance="public CPU reference",
+    source="ops-transformer's golden function and document: x1 + x2 + sum over k of scales * (row + bias of its expert), "
+    "float32, rounded once; index of copy k of row n at n + k * N (drop_pad_mode 0) or n * K + k (2)",
+    prototype="expanded_x expanded_row_idx x1? x2? bias? scales? expert_idx? x? alpha1? alpha2? v?",
+)
+def moe_finalize_routing_v2(
+    op: Op,
+    expanded_x: Tensor,
+    expanded_row_idx: Tensor,
+    x1: Tensor | None,
+    x2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    expert_idx: Tensor | None,
+) -> Tensor:
+    mode = op.attr("drop_pad_mode", 0)
+    op.require(mode in (0, 2), f"drop_pad_mode {mode}, supported is 0 (columns) or 2 (rows)")
+    op.expect(zero_expert_range=[], copy_expert_range=[], constant_expert_range=[])
+    op.of_dtype(torch.int32, expanded_row_idx=expanded_row_idx)
+    op.require(x2 is None or x1 is not None, "x2 without x1")
+    if scales is None:
+        op.fail("scales are required here")
+    rows, k = scales.shape
+    op.expect(k=(1, k))
+    op.require(expanded_x.ndim == 2, f"expanded_x of two dimensions expected, found {list(expanded_x.shape)}")
+    op.require(
+        expanded_row_idx.shape == (rows * k,), f"{rows * k} row indices expected, found {list(expanded_row_idx.shape)}"
+    )
+    at = expanded_row_idx.long().view(k, rows).t() if mode == 0 else expanded_row_idx.long().view(rows, k)
+    if not at.is_meta and at.numel():
+        op.require(int(at.min()) >= 0, "a negative row index, which drop_pad_mode 0 and 2 do not have")
+    copies = at_least_f32(expanded_x)[at]
+    if bias is not None:
+        if expert_idx is None:
+            op.fail("bias without expert_idx")
+        copies = copies + at_least_f32(bias)[expert_idx.long()]
+    y = (at_least_f32(scales)[..., None] * copies).sum(1)
+    for skip in (x1, x2):
+        y = y if skip is None else y + at_least_f32(skip)
+    return y.to(expanded_x.dtype)

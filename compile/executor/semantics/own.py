@@ -1,0 +1,119 @@
+"""Operators of this project: semantics written from their documents, apart from the references in `kimi_graph.ops`.
+
+Letters: B rows, T tokens, H heads, K and V widths, S slots, W convolution width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_graph.compile.executor.node import Op
+from kimi_graph.compile.executor.registry import ge_op
+from kimi_graph.ops import at_least_f32
+
+
+@ge_op(
+    "GatedRmsNorm", provenance="own reading", source="our operator: RmsNorm(x) * weight * sigmoid(gate), rounded once"
+)
+def gated_rms_norm(op: Op, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    op.require(x.shape == gate.shape and weight.shape == x.shape[-1:], f"x {list(x.shape)}, gate {list(gate.shape)}")
+    x32, gate32 = at_least_f32(x), at_least_f32(gate)
+    mean = (x32 * x32).sum(-1, keepdim=True) / x.shape[-1]
+    normed = x32 / torch.sqrt(mean + op.need("eps", float)) * at_least_f32(weight)
+    return (normed / (1 + torch.exp(-gate32))).to(x.dtype)
+
+
+@ge_op(
+    "ShortConv",
+    provenance="own reading",
+    source="our operator: silu of a causal depthwise convolution, oldest tap first, the last W - 1 real inputs kept; "
+    "the window counts as zeros where the sequence starts in this step",
+    outputs="y window",
+    in_place="window",
+)
+def short_conv(
+    op: Op, x: Tensor, weight: Tensor, window: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    batch, _, heads, width = x.shape
+    taps = weight.shape[-1]
+    op.same_dtype(x, window)
+    op.require(
+        weight.shape == (heads, width, taps), f"weight [{heads}, {width}, W] expected, found {list(weight.shape)}"
+    )
+    op.require(window.shape[1:] == (heads, width, taps - 1), f"window [S, {heads}, {width}, {taps - 1}] expected")
+    _check_rows(op, batch, slots, lengths, counts)
+    if x.is_meta:
+        return torch.empty_like(x), window
+    y = torch.zeros_like(x)
+    kept = []
+    for row in range(batch):
+        goes_on = int(lengths[row]) > int(counts[row])
+        past = window[int(slots[row])] if goes_on else torch.zeros_like(window[0])
+        seen = torch.cat([past, x[row].permute(1, 2, 0)], -1)
+        made = (at_least_f32(seen).unfold(-1, taps, 1) * at_least_f32(weight)[:, :, None]).sum(-1)
+        y[row] = F.silu(made).to(x.dtype).permute(2, 0, 1)
+        count = int(counts[row])
+        kept.append(seen[..., count : count + taps - 1])
+    for row in range(batch):
+        window[int(slots[row])] = kept[row]
+    return y, window
+
+
+@ge_op(
+    "KdaChunk",
+    provenance="own reading",
+    source="our operator: the recurrence of RecurrentGatedDeltaRule with gk over the real tokens of each row, from zeros "
+    "where the sequence starts in this step; natural-log decay; float32 throughout",
+    outputs="o memory",
+    in_place="memory",
+)
+def kda_chunk(
+    op: Op,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    memory: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    batch, tokens, heads, keys = k.shape
+    width, scale = v.shape[-1], op.need("scale", float)
+    op.same_dtype(q, k, v)
+    op.of_dtype(torch.float32, decay=decay, beta=beta, memory=memory)
+    op.require(q.shape == k.shape == decay.shape, f"q {list(q.shape)}, k {list(k.shape)}, decay {list(decay.shape)}")
+    op.require(
+        v.shape[:3] == beta.shape == k.shape[:3], f"v {list(v.shape)}, beta {list(beta.shape)}, k {list(k.shape)}"
+    )
+    op.require(memory.shape[1:] == (heads, width, keys), f"memory [S, {heads}, {width}, {keys}] expected")
+    _check_rows(op, batch, slots, lengths, counts)
+    if v.is_meta:
+        return torch.empty_like(v), memory
+    o = torch.zeros_like(v)
+    ends = []
+    for row in range(batch):
+        goes_on = int(lengths[row]) > int(counts[row])
+        state = memory[int(slots[row])] if goes_on else torch.zeros_like(memory[0])
+        for t in range(int(counts[row])):
+            kt, vt, qt = (at_least_f32(a[row, t]) for a in (k, v, q))
+            state = state * decay[row, t].exp()[:, None]
+            news = beta[row, t, :, None] * (vt - (state * kt[:, None]).sum(-1))
+            state = state + news[..., None] * kt[:, None]
+            o[row, t] = (state * (qt * scale)[:, None]).sum(-1).to(o.dtype)
+        if int(counts[row]) < tokens:  # rows past the count are padding; they read what is there
+            qs = at_least_f32(q[row, int(counts[row]) :]) * scale
+            o[row, int(counts[row]) :] = torch.einsum("thk,hvk->thv", qs, state).to(o.dtype)
+        ends.append(state)
+    for row in range(batch):
+        memory[int(slots[row])] = ends[row].to(memory.dtype)
+    return o, memory
+
+
+def _check_rows(op: Op, batch: int, slots: Tensor, lengths: Tensor, counts: Tensor) -> None:
+    op.of_dtype(torch.int32, slots=slots)
+    op.of_dtype(torch.int64, lengths=lengths, counts=counts)
+    op.require(
+        slots.shape == lengths.shape == counts.shape == (batch,), f"slots, lengths and counts of {batch} rows expected"
+    )
