@@ -22,15 +22,13 @@ check_links(Path(__file__).parent)
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import compile, layers, models, ops, parallel, tree  # noqa: A004
-    from .checkpoint import load_params
+    from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
     from .models import count_parameters, decode, generate, init_params, init_state, prefill
     from .read_config import load_config
-    from .read_config import load_config
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
-_FOLDERS = ("compile", "layers", "models", "ops", "parallel", "tree")
+_FOLDERS = ("compile", "errors", "layers", "models", "ops", "parallel", "tree")
 _HOMES = {
     "count_parameters": "models",
     "decode": "models",
@@ -47,12 +45,11 @@ __all__ = [
     "compile",
     "count_parameters",
     "decode",
+    "errors",
     "generate",
     "init_params",
     "init_state",
     "layers",
-    "load_config",
-    "load_params",
     "load_config",
     "load_params",
     "models",
