@@ -212,7 +212,7 @@ def one_result(graph: View, claims: Claims) -> Iterator[Finding]:
 
 def no_cycle(graph: View, claims: Claims) -> Iterator[Finding]:
     """Edges, control edges included, run one way."""
-    left = {node.name for node in graph.nodes} - {node.name for node in ordered(graph)}
+    left = {node.name for node in graph.nodes} - {node.name for node in graph.order}
     if left:
         few = ", ".join(sorted(left)[:5])
         yield Finding(min(left), "cycle", f"{len(left)} nodes wait for each other ({few})", "edges that run one way")
@@ -473,7 +473,7 @@ class _Writes:
 def states_are_written_in_place(graph: View, claims: Claims) -> Iterator[Finding]:
     """Each updated state is written by one in-place operator that reads it directly, and read only in a known order."""
     writes = _Writes(before={Edge(node.name, 0): node.name for node in graph.of_type("RefData")})
-    for node in ordered(graph):
+    for node in graph.order:
         if node.type in VIEWS and node.inputs and node.inputs[0] is not None:
             for memory in (writes.before, writes.after):
                 if node.inputs[0] in memory:
@@ -536,7 +536,7 @@ def _runs_before(graph: View, first: Node, last: Node) -> bool:
     """Whether a path of edges leads from `first` to `last`."""
     todo, seen = [last], {last.name}
     while todo:
-        for name in _predecessors(todo.pop()):
+        for name in todo.pop().predecessors():
             if name == first.name:
                 return True
             if name not in seen:
@@ -550,7 +550,7 @@ def nothing_is_dead(graph: View, claims: Claims) -> Iterator[Finding]:
     todo = list(graph.of_type("NetOutput"))
     alive = {node.name for node in todo}
     while todo:
-        for name in _predecessors(todo.pop()):
+        for name in todo.pop().predecessors():
             if name not in alive:
                 alive.add(name)
                 todo.append(graph.by_name[name])
@@ -566,26 +566,6 @@ def size(model: ModelDef) -> Iterator[Finding]:
     if n > SIZE_LIMIT:
         hint = "Keep weights out of the graph (--weights input)."
         yield Finding("model", "size", f"{n:,} bytes", f"at most {SIZE_LIMIT:,}", hint)
-
-
-def _predecessors(node: Node) -> list[str]:
-    return [edge.node for edge in node.inputs if edge is not None] + node.after
-
-
-def ordered(graph: View) -> list[Node]:
-    """Nodes such that each comes after all it reads or waits for; nodes on a cycle are missing."""
-    waits = {node.name: len(set(_predecessors(node)) & graph.by_name.keys()) for node in graph.nodes}
-    followers: dict[str, list[Node]] = {}
-    for node in graph.nodes:
-        for name in set(_predecessors(node)):
-            followers.setdefault(name, []).append(node)
-    ready = [node for node in graph.nodes if not waits[node.name]]
-    for node in ready:  # grows while it is walked
-        for follower in followers.get(node.name, []):
-            waits[follower.name] -= 1
-            if not waits[follower.name]:
-                ready.append(follower)
-    return ready
 
 
 STRUCTURE: tuple[Check, ...] = (unique_names, edges_exist, one_result, no_cycle, numbered_inputs)

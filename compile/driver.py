@@ -1,6 +1,7 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, dtype_of, shape_of
-from .passes import fold_weights, lower_einsum, simplify, weight_name
+from .passes import bytes_only, fold_weights, lower_einsum, simplify, weight_name
 from .phases import Bucket, capture_pieces, schedule
 from .prototypes import Prototypes
 from .recipe import Step
@@ -177,7 +178,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Gra
                 parameter, steps = piece.weights[name]
                 path = parameter_path(config, parameter, prefix)
                 full = "p." + weight_name(path, steps)
-                weights[full] = (path, steps)
+                weights[full] = (path, bytes_only(steps))
                 return assembly.input(full, op)
             if name.startswith("s."):
                 return assembly.input(f"s.{prefix}.{kind}.{name.removeprefix('s.')}", op)
@@ -299,7 +300,7 @@ def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
                 "stored": list(spec.stored),
                 "shape": list(spec.shape),
                 "dtype": str(dtype_of(desc)).removeprefix("torch."),
-                "graph_shape": list(shape_of(desc)),
+                "bytes": math.prod(shape_of(desc)) * dtype_of(desc).itemsize,
                 "steps": recipe.to_json(steps),
             }
     used = {op.name for g in graphs for op in g.model.graph[0].op}

@@ -64,7 +64,7 @@ def _shape(entry: dict[str, Any]) -> str:
 def sizes(bundle: Bundle) -> dict[str, int]:
     """Bytes of weights (each once, however many graphs read it), states and graphs."""
     states = sum(prod(s["shape"]) * _width(s["dtype"]) for s in bundle.manifest["state"]["states"])
-    weights = sum(prod(w["graph_shape"]) * _width(w["dtype"]) for w in bundle.weights["weights"].values())
+    weights = sum(w["bytes"] for w in bundle.weights["weights"].values())
     return {"weights": weights, "states": states, "graphs": sum(g["bytes"] for g in bundle.manifest["graphs"])}
 
 

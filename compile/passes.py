@@ -180,6 +180,13 @@ def _names(node: fx.Node, recipe: dict[fx.Node, tuple[str, tuple[Step, ...]]]) -
     return ", ".join(recipe[n][0] for n in node.all_input_nodes)
 
 
+def bytes_only(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The steps up to the last that touches bytes: a graph says itself in which shape it reads a weight."""
+    while steps and steps[-1].kind == "view":
+        steps = steps[:-1]
+    return steps
+
+
 def weight_name(parameter: str, steps: tuple[Step, ...]) -> str:
     """The graph weight's name: the parameter's, then what was done to its bytes (views do nothing to them)."""
     return ".".join([parameter, *(s.short() for s in steps if s.kind != "view")])

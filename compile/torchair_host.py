@@ -38,6 +38,8 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from kimi_graph.errors import CompileError
 
 VERSION = "2.13.0"
@@ -322,15 +324,13 @@ def _import(source: _Source) -> dict[str, ModuleType]:
     sys.modules["torchair"] = _shell(source.root)
     sys.modules[_NATIVE] = _stand_in()
     try:
-        with _undisturbed(), without_torch_npu():
+        with _undisturbed(), without_torch_npu(), _overloads_may_be_missing():
             modules = _import_modules()
             atexit.unregister(importlib.import_module("torchair.core._backend").finalize_graph_engine)
             return modules
     except Exception as error:
         for name in [n for n in sys.modules if n.partition(".")[0] == "torchair"]:
             del sys.modules[name]
-        import torch
-
         raise CompileError(
             f"torchair of torch-npu {source.version} ({source.origin}) cannot be imported beside torch "
             f"{torch.__version__}: {type(error).__name__}: {error}. This release was made with torch-npu {VERSION}."
@@ -408,6 +408,30 @@ def _undisturbed() -> Iterator[None]:
         logging.getLogger("torchair").handlers.clear()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _overloads_may_be_missing() -> Iterator[None]:
+    """Inside, an overload torch does not have is None, and torchair registers nothing for it.
+
+    Releases of torch drop overloads; a file of converters that names one would be skipped whole.
+    """
+    packet = torch._ops.OpOverloadPacket
+    strict = packet.__getattr__
+
+    def lenient(self: Any, name: str) -> Any:
+        try:
+            return strict(self, name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            return None
+
+    packet.__getattr__ = lenient  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        packet.__getattr__ = strict  # type: ignore[method-assign]
 
 
 class _Blocked(importlib.abc.MetaPathFinder):

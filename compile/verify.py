@@ -30,6 +30,7 @@ from kimi_graph.read_config import parse_config
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle
 from .executor import Executor, Selections, provenance_counts
+from .ge_proto import ModelDef, shape_of
 
 EXACT_TOLERANCE = 1e-10
 Notify = Callable[[str, int, int], None]
@@ -113,14 +114,24 @@ class Report:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def graph_weights(plan: dict[str, Any], names: list[str], params: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's weights by its plan, from parameters by path (float64 parameters stay float64)."""
+def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The graph's weights by the plan, from parameters by path (float64 parameters stay float64).
+
+    Raises:
+        BundleError: a weight the plan does not know, or does not make in the size the graph reads.
+    """
     weights = {}
-    for name in names:
-        entry = plan["weights"][name]
-        if entry["parameter"] not in params:
-            raise BundleError(f"weight {name}: the model has no parameter {entry['parameter']!r}.")
-        weights[name] = recipe.apply(recipe.from_json(entry["steps"]), params[entry["parameter"]])
+    for op in model.graph[0].op:
+        if op.type != "Data" or not op.name.startswith("p."):
+            continue
+        entry = plan["weights"].get(op.name)
+        if entry is None or entry["parameter"] not in params:
+            raise BundleError(f"weight {op.name}: the weight plan or the model does not have it.")
+        made = recipe.apply(recipe.from_json(entry["steps"]), params[entry["parameter"]])
+        shape = shape_of(op.output_desc[0])
+        if made.numel() != math.prod(shape):
+            raise BundleError(f"weight {op.name}: the plan makes {list(made.shape)}, the graph reads {list(shape)}.")
+        weights[op.name] = made.reshape(shape)
     return weights
 
 
@@ -214,9 +225,9 @@ class GraphSide:
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
         for entry in bundle.manifest["graphs"]:
-            self.graphs[entry["phase"]] = Executor(air.from_bytes(bundle.graph_bytes(entry), entry["file"]))
-            weights = graph_weights(bundle.weights, entry["weights"], named)
-            self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
+            model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
+            self.graphs[entry["phase"]] = Executor(model)
+            self.inputs[entry["phase"]] = graph_weights(bundle.weights, model, named) | generated_inputs(bundle.weights)
         self.states = {
             s["name"]: torch.zeros(s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]])
             for s in bundle.manifest["state"]["states"]
@@ -319,7 +330,8 @@ def compare(
             where = f"step {index} ({step.phase})"
             comparisons[mode].add("logits", where, found, logits)
             for name, value in model.named_states().items():
-                comparisons[mode].add(name, where, side.states[name], value)
+                mine = side.states[name].reshape(value.shape)
+                comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
     return Report(rows, len(todo), provenance_counts(types))

@@ -4,6 +4,7 @@ Reading fields of protobuf messages costs; a graph of ten thousand nodes is walk
 field is read once here. The view does not follow later changes of the graph.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -50,6 +51,10 @@ class Node:
     def output(self, name: str) -> Desc | None:
         return next((d for d in self.outs if d.name == name), None)
 
+    def predecessors(self) -> list[str]:
+        """Names of the nodes it reads or waits for, in no order and maybe twice."""
+        return [edge.node for edge in self.inputs if edge is not None] + self.after
+
     def edge(self, name: str) -> Edge | None:
         """The edge into an input."""
         return next((e for d, e in zip(self.ins, self.inputs, strict=False) if d.name == name), None)
@@ -62,7 +67,7 @@ class Reader(NamedTuple):
     position: int
 
 
-@dataclass(slots=True)
+@dataclass
 class View:
     """A graph.
 
@@ -81,6 +86,24 @@ class View:
 
     def producer(self, edge: Edge) -> Desc:
         return self.by_name[edge.node].outs[edge.index]
+
+    @functools.cached_property
+    def order(self) -> list[Node]:
+        """Nodes such that each comes after all it reads or waits for; nodes on a cycle are missing."""
+        waits: dict[str, int] = {}
+        followers: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            before = {name for name in node.predecessors() if name in self.by_name}
+            waits[node.name] = len(before)
+            for name in before:
+                followers.setdefault(name, []).append(node)
+        ready = [node for node in self.nodes if not waits[node.name]]
+        for node in ready:  # grows while it is walked
+            for follower in followers.get(node.name, ()):
+                waits[follower.name] -= 1
+                if not waits[follower.name]:
+                    ready.append(follower)
+        return ready
 
 
 def view(graph: GraphDef) -> View:
@@ -113,4 +136,5 @@ def _node(op: OpDef) -> Node:
 
 def _desc(d: TensorDescriptor) -> Desc:
     shape = tuple(d.shape.dim) if d.HasField("shape") else None
-    return Desc(d.name, d.dtype, shape, "_is_unfed_optional" in d.attr, d.device_type)
+    dtype = d.dtype
+    return Desc(d.name, dtype, shape, not dtype and "_is_unfed_optional" in d.attr, d.device_type)

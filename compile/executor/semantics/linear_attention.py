@@ -45,9 +45,7 @@ def recurrent_gated_delta_rule(
     slots, keys = state.shape[0], key.shape[2]
     op.require(query.shape == key.shape and key.shape[0] == tokens, f"query {list(query.shape)}, key {list(key.shape)}")
     op.require(heads % key.shape[1] == 0, f"{heads} value heads over {key.shape[1]} key heads")
-    op.require(
-        state.shape[1:] == (heads, width, keys), f"state [S, {heads}, {width}, {keys}] expected"
-    )
+    op.require(state.shape[1:] == (heads, width, keys), f"state [S, {heads}, {width}, {keys}] expected")
     op.require(beta.shape == (tokens, heads), f"beta [{tokens}, {heads}] expected, found {list(beta.shape)}")
     op.require(g is None or g.shape == (tokens, heads), f"g [{tokens}, {heads}] expected")
     op.require(gk is None or gk.shape == (tokens, heads, keys), f"gk [{tokens}, {heads}, {keys}] expected")

@@ -137,8 +137,8 @@ def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Te
 @ge_op(
     "MoeFinalizeRoutingV2",
     provenance="public CPU reference",
-    source="ops-transformer's golden function and document: x1 + x2 + sum over k of scales * (row + bias of its expert), "
-    "float32, rounded once; index of copy k of row n at n + k * N (drop_pad_mode 0) or n * K + k (2)",
+    source="ops-transformer's golden function and document: x1 + x2 + sum over k of scales * (row + bias of its "
+    "expert), float32, rounded once; index of copy k of row n at n + k * N (drop_pad_mode 0) or n * K + k (2)",
     prototype="expanded_x expanded_row_idx x1? x2? bias? scales? expert_idx? x? alpha1? alpha2? v?",
 )
 def moe_finalize_routing_v2(

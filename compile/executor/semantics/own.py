@@ -62,8 +62,8 @@ def short_conv(
 @ge_op(
     "KdaChunk",
     provenance="own reading",
-    source="our operator: the recurrence of RecurrentGatedDeltaRule with gk over the real tokens of each row, from zeros "
-    "where the sequence starts in this step; natural-log decay; float32 throughout",
+    source="our operator: the recurrence of RecurrentGatedDeltaRule with gk over the real tokens of each row, from "
+    "zeros where the sequence starts in this step; natural-log decay; float32 throughout",
     outputs="o memory",
     in_place="memory",
 )
