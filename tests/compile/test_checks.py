@@ -120,7 +120,7 @@ class Builder:
                 producer, index = split_edge(edge)
                 desc.CopyFrom(self.op(producer).output_desc[index])
             else:
-                desc.attr["_is_unfed_optional"].i = 1
+                unfed(desc)
             desc.name = input_
         op.input.extend(f"{other}:-1" for other in after)
         for output, (shape, dtype) in outputs.items():
@@ -132,6 +132,13 @@ class Builder:
     def done(self, *edges: str) -> "Builder":
         self.add("NetOutput", "NetOutput", {f"input{i}": e for i, e in enumerate(edges)}, {})
         return self
+
+
+def unfed(desc) -> None:
+    """Describe an optional input that is not given, as torchair does."""
+    desc.dtype = Dtype.UNDEFINED.proto
+    desc.ClearField("shape")
+    desc.attr["_is_unfed_optional"].i = 1
 
 
 def step_graph() -> Builder:
@@ -208,7 +215,7 @@ MUTATIONS = {
         r"q: input 2 is called 'offset_w'; expected the order x1, x2, bias\?",
     ),
     "a required input not given": (
-        lambda g: (g.op("sum").input.__setitem__(1, ""), set_attr(g.op("sum").input_desc[1], "_is_unfed_optional", 1)),
+        lambda g: (g.op("sum").input.__setitem__(1, ""), unfed(g.op("sum").input_desc[1])),
         r"sum: input x2 of Add is not given; expected it is required",
     ),
     "an input not given, described as given": (
