@@ -31,10 +31,10 @@ _OF_EXPANDED = ("BSH", "BSND", "BNSD", "BNSD_BSND", "BSND_BNSD", "BSH_BNSD")
 
 _PROTOTYPE = (
     "query key[] value[] pse_shift? atten_mask? actual_seq_lengths? actual_seq_lengths_kv? dequant_scale1? "
-    "quant_scale1? dequant_scale2? quant_scale2? quant_offset2? antiquant_scale? antiquant_offset? block_table? query_padding_size? "
-    "kv_padding_size? key_antiquant_scale? key_antiquant_offset? value_antiquant_scale? value_antiquant_offset? "
-    "key_shared_prefix? value_shared_prefix? actual_shared_prefix_len? query_rope? key_rope? key_rope_antiquant_scale? "
-    "dequant_scale_query? learnable_sink? q_start_idx? kv_start_idx?"
+    "quant_scale1? dequant_scale2? quant_scale2? quant_offset2? antiquant_scale? antiquant_offset? block_table? "
+    "query_padding_size? kv_padding_size? key_antiquant_scale? key_antiquant_offset? value_antiquant_scale? "
+    "value_antiquant_offset? key_shared_prefix? value_shared_prefix? actual_shared_prefix_len? query_rope? key_rope? "
+    "key_rope_antiquant_scale? dequant_scale_query? learnable_sink? q_start_idx? kv_start_idx?"
 )
 
 

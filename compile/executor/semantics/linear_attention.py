@@ -83,8 +83,8 @@ def recurrent_gated_delta_rule(
 @ge_op(
     "CausalConv1d",
     provenance="public CPU reference",
-    source="ops-transformer's golden function (950): depthwise, weight[0] is the oldest tap as in the golden function and "
-    "the kernel (its document says the newest); the last inputs of a sequence become its state",
+    source="ops-transformer's golden function (950): depthwise, weight[0] is the oldest tap as in the golden function "
+    "and the kernel (its document says the newest); the last inputs of a sequence become its state",
     outputs="conv_states y",
     in_place="conv_states",
     prototype="x weight conv_states bias? query_start_loc? cache_indices? initial_state_mode? num_accepted_tokens?",
