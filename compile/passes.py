@@ -67,8 +67,13 @@ class _Editor:
         return x if list(x.meta["val"].shape) == shape else self.call(aten.view.default, x, shape)
 
     def arrange(self, x: fx.Node, have: str, want: str) -> fx.Node:
-        """`x` with letters `have` permuted to `want`."""
-        return x if have == want else self.call(aten.permute.default, x, [have.index(c) for c in want])
+        """`x` with letters `have` permuted to `want`; a view where only dimensions of size one move."""
+        order = [have.index(c) for c in want]
+        shape = x.meta["val"].shape
+        moved = [d for d in order if shape[d] != 1]
+        if moved == sorted(moved):
+            return self.view(x, [shape[d] for d in order])
+        return self.call(aten.permute.default, x, order)
 
 
 def lower_einsum(captured: Captured) -> Captured:

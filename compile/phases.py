@@ -126,7 +126,7 @@ def _capture_feed(c: ModelConfig, layer: LayerConfig, block: Block[Tensor], x: T
 def _capture_head(c: ModelConfig, params: Any, x: Tensor, batch: Batch[Tensor], b: Bucket) -> Captured:
     def f(x: Tensor, p: dict[str, Tensor], batch: Batch[Tensor]) -> dict[str, Any]:
         last = x if b.step else decoder.last_token(x, batch.counts)
-        return {"logits": decoder.head(p["norm"], p["head"], c, last)[:, 0]}
+        return {"logits": decoder.head(p["norm"], p["head"], c, last).flatten(0, 1)}
 
     weights = {"norm": params.norm, "head": params.embed if params.head is None else params.head}
     return capture(f, {"x": x, "p": weights, "batch": batch})
