@@ -53,7 +53,7 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_ROOT) and name != _HERE and not name.endswith("ops/base.py"):
+        if name.startswith(_ROOT) and name != _HERE and not name.endswith(("ops/base.py", "ops/contract.py")):
             return f"{os.path.relpath(name, _ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -3,6 +3,7 @@
 from .attention import attention, latent_attention
 from .base import OPERATORS, Operator, at_least_f32, capturing, donating, operator
 from .cache import cache_read, cache_write
+from .contract import contract
 from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
@@ -18,6 +19,7 @@ __all__ = [
     "cache_read",
     "cache_write",
     "capturing",
+    "contract",
     "donating",
     "gated_rms_norm",
     "grouped_matmul",

@@ -3,7 +3,10 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import BLOCK_BYTES, at_least_f32, operator
+
+SCORE_BYTES = 4 << 20  # of the scores held at once, float32
+MIN_QUERIES = 32  # of a block: fewer make poor matrix products
 
 # optional inputs of CANN's FusedInferAttentionScore after query, key and value, in prototype order
 _OPTIONAL = """pse_shift atten_mask actual_seq_lengths actual_seq_lengths_kv dequant_scale1 quant_scale1 dequant_scale2
@@ -22,7 +25,14 @@ def _fused(ge, query, key, value, given, **attrs):
 
 @operator(sharding="b t h n, b t h r, b c h n, b c r, b c h v, b, b -> b t h v", whole="tcnr")
 def attention(
-    q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, lengths: Tensor, counts: Tensor, scale: float
+    q_nope: Tensor,
+    q_rope: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
 ) -> Tensor:
     """Softmax attention; query i of a row is token `lengths - counts + i` and sees keys up to itself.
 
@@ -34,15 +44,39 @@ def attention(
     Returns:
         `[B, T, H, V]` in v's dtype.
     """
-    scores = torch.einsum("bthn,bchn->bhtc", at_least_f32(q_nope), at_least_f32(k_nope))
-    scores = (scores + torch.einsum("bthr,bcr->bhtc", at_least_f32(q_rope), at_least_f32(k_rope))) * scale
-    tokens, cached = q_nope.shape[1], v.shape[1]
-    row = torch.arange(tokens, device=v.device)
-    last = (lengths - counts)[:, None] + row
-    hidden = torch.arange(cached, device=v.device) > last[..., None]
-    weights = scores.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
-    o = torch.einsum("bhtc,bchv->bthv", weights, at_least_f32(v))
-    return o.masked_fill((row >= counts[:, None])[..., None, None], 0).to(v.dtype)
+    tokens, heads = q_nope.shape[1:3]
+    outs = []
+    for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        if count:
+            q = torch.cat([q_nope[row, :count], q_rope[row, :count]], -1)
+            shared = k_rope[row, :length, None].expand(-1, heads, -1)
+            k = torch.cat([k_nope[row, :length], shared], -1)
+            outs.append(_causal(q.transpose(0, 1), k.transpose(0, 1), v[row, :length].transpose(0, 1), scale))
+        outs.append(v.new_zeros(tokens - count, heads, v.shape[3]))
+    return torch.cat(outs).unflatten(0, (-1, tokens))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Attention of the last n of L tokens: `[H, n, K]`, `[H, L, K]`, `[H, L, V]` -> `[n, H, V]`.
+
+    Some heads and queries at a time, so that scores stay in cache; keys after a block of queries are not looked at.
+    """
+    heads, tokens, length = len(q), q.shape[1], k.shape[1]
+    group = max(1, min(heads, SCORE_BYTES // (4 * MIN_QUERIES * length)))
+    block = max(MIN_QUERIES, SCORE_BYTES // (4 * group * length))
+    outs = []
+    for some in zip(q.split(group), k.split(group), v.split(group), strict=True):
+        q32, k32, v32 = map(at_least_f32, some)
+        q32, parts = q32 * scale, []
+        for start in range(0, tokens, block):
+            stop = min(start + block, tokens)
+            first, last = length - tokens + start, length - tokens + stop
+            scores = torch.bmm(q32[:, start:stop], k32[:, :last].mT)
+            later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=v.device).triu(1)
+            scores[:, :, first:].masked_fill_(later, float("-inf"))
+            parts.append(torch.bmm(scores.softmax(-1), v32[:, :last]).to(v.dtype))
+        outs.append(torch.cat(parts, 1))
+    return torch.cat(outs).transpose(0, 1)
 
 
 @attention.fake
@@ -66,7 +100,13 @@ def _(ge, q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
 
 @operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l", whole="tpglrn")
 def latent_attention(
-    q_latent: Tensor, q_rope: Tensor, latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor, lengths: Tensor, scale: float
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
 ) -> Tensor:
     """Attention of one new token a row (T = 1) over the paged latent cache, which is both keys and values.
 
@@ -78,14 +118,29 @@ def latent_attention(
     Returns:
         `[B, 1, H, L]`: weighted latents, still to be moved into the value space.
     """
-    table = block_table.long()
-    latent, rope = at_least_f32(latent_pool[table].flatten(1, 2)), at_least_f32(rope_pool[table].flatten(1, 2))
-    scores = torch.einsum("bthl,bcl->bhtc", at_least_f32(q_latent), latent)
-    scores = (scores + torch.einsum("bthr,bcr->bhtc", at_least_f32(q_rope), rope)) * scale
-    hidden = torch.arange(latent.shape[1], device=latent.device) >= lengths[:, None]
-    weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
-    weights = weights.masked_fill((lengths == 0)[:, None, None, None], 0)
-    return torch.einsum("bhtc,bcl->bthl", weights, latent).to(q_latent.dtype)
+    outs = []
+    for row, length in enumerate(lengths.tolist()):
+        if not length:
+            outs.append(torch.zeros_like(q_latent[row]))
+            continue
+        latent, rope = (_cached(pool, block_table[row], length) for pool in (latent_pool, rope_pool))
+        q, q_r = at_least_f32(q_latent[row, 0]) * scale, at_least_f32(q_rope[row, 0]) * scale
+        size = max(1, BLOCK_BYTES // (4 * latent.shape[1]))  # tokens: a bfloat16 cache is widened in parts
+        parts = [slice(i, i + size) for i in range(0, length, size)] if latent.dtype.itemsize < 4 else [slice(None)]
+        scores = [torch.addmm(q_r @ at_least_f32(rope[part]).mT, q, at_least_f32(latent[part]).mT) for part in parts]
+        weights = torch.cat(scores, -1).softmax(-1)
+        o = sum(weights[:, part] @ at_least_f32(latent[part]) for part in parts)
+        outs.append(o.to(q_latent.dtype)[None])
+    return torch.stack(outs)
+
+
+def _cached(pool: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` rows of a sequence: `[length, width]`; a view where its pages lie one after another."""
+    page = pool.shape[1]
+    pages = table[: -(-length // page)].tolist()
+    run = pages == list(range(pages[0], pages[0] + len(pages)))
+    found = pool[pages[0] : pages[0] + len(pages)] if run else pool[pages]
+    return found.flatten(0, 1)[:length]
 
 
 @latent_attention.fake

@@ -67,7 +67,8 @@ class Operator:
         name: schema name; the node is `kimi::<name>`.
         sharding: one letter group per tensor argument and result, as in einsum: a letter of an operand that no
             result has is a partial sum.
-        whole: letters that may not be sharded.
+        whole: letters that may not be sharded. Slots `s` and pages `p` are an exception: they are split as the rows `b`
+            that own them, and ids count within a device's part.
         lower: `lower(ge, *args)`: GE tensors in, GE tensors out; `ge` is the lowering room of the compiler.
     """
 
@@ -104,10 +105,10 @@ class Operator:
             args = bound.args
         if self._floats:
             args = tuple(as_f32(v) if i in self._floats and v is not None else v for i, v in enumerate(args))
-        if has_torch_function(args):  # somebody wants to be asked: a sharded value, or a mode
-            if has_torch_function(tuple(v for v in args if not isinstance(v, torch.Tensor))):
-                given = tuple(v for v in args if hasattr(v, "__torch_function__"))
-                return handle_torch_function(self, given, *args)
+        # the first, quick question finds nobody in eager code; tensors' subclasses need not be asked
+        if has_torch_function(args) and has_torch_function(tuple(v for v in args if not isinstance(v, torch.Tensor))):
+            given = tuple(v for v in args if hasattr(v, "__torch_function__"))
+            return handle_torch_function(self, given, *args)
         if self.lower is not None and _capturing.get():
             return self.op(*args)
         return self.reference(*args)
@@ -135,3 +136,22 @@ def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]]
 def at_least_f32(x: torch.Tensor) -> torch.Tensor:
     """float32, but float64 stays float64: the accumulation dtype of a reference."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+BLOCK_BYTES = 1 << 20  # of a float32 temporary: stays in a core's cache, and the allocator gives it again at once
+
+
+def by_rows(f: Callable[..., torch.Tensor], *values: torch.Tensor, dims: int = 1, width: int = 0) -> torch.Tensor:
+    """`f(*values)`, some rows at a time, for an `f` that treats rows (all dimensions but the last `dims`) alone.
+
+    Fresh memory costs a page fault a page, often more than the elementwise work on it: large temporaries are not made.
+
+    Args:
+        width: elements of a temporary's row; by default those of the first value's.
+    """
+    x = values[0]
+    lead, width = x.shape[:-dims], width or x.shape[-dims:].numel()
+    if 4 * lead.numel() * width <= 2 * BLOCK_BYTES or x.device.type != "cpu" or _capturing.get():
+        return f(*values)
+    blocks = (v.flatten(0, len(lead) - 1).split(max(1, BLOCK_BYTES // (4 * width))) for v in values)
+    return torch.cat([f(*block) for block in zip(*blocks, strict=True)]).unflatten(0, lead)

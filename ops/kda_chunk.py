@@ -3,10 +3,10 @@
 Letters: B rows, T tokens, H heads, K key, V value; C tokens of a chunk, X chunks of all heads and rows in one group.
 
 Inside a chunk every pair of tokens i >= j needs `exp(G_i - G_j)` per key channel, G the running sum of the decay, which
-may fall by 40 a token: neither `exp(G_i)` alone nor `exp(-G_j)` is safe to use. Here the chunk is halved again and again
-down to single tokens. Between a half and the one before it, the boundary splits the decay in two factors, from j to the
-boundary and from there to i, both sums of numbers <= 0. Both factors are kept up while halves are joined, so each decay
-is exponentiated once, no exponent is positive, and nothing of a row depends on later tokens.
+may fall by 40 a token: `exp(G_i)` vanishes and `exp(-G_j)` overflows. So the chunk is halved again and again, down to
+single tokens. Between a half and the one before it, their boundary splits the decay in two factors, from j to the
+boundary and from there to i, both exponentials of sums <= 0. The factors are kept up while halves are joined: each
+decay is exponentiated once, no exponent is positive, nothing cancels, and no row depends on later tokens.
 """
 
 import torch
@@ -77,14 +77,14 @@ def _chunked(x: Tensor, chunk: int) -> Tensor:
 def _group(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Some chunks in order: everything a chunk can know of itself at once, then the scan over the state `[B * H, V, K]`."""
+    """Some chunks in order: what a chunk knows of itself, all at once; then the scan over the state `[B * H, V, K]`."""
     (chunks, rows, heads, chunk, key), value = q.shape, v.shape[-1]
     flat = (chunks * rows * heads, chunk)
     reads = torch.stack([q, k * -beta[..., None]], 4).view(*flat, 2, key)
     reads, writes, scores, inverse, total = _within(reads, k.reshape(*flat, key), decay.exp().reshape(*flat, key))
     reads = reads.transpose(1, 2).reshape(chunks, rows * heads, 2 * chunk, key)
     news = (v * beta[..., None]).reshape(chunks, rows * heads, chunk, value)
-    writes, scores, inverse, total = (x.view(chunks, rows * heads, *x.shape[1:]) for x in (writes, scores, inverse, total))
+    writes, scores, inverse, total = (x.unflatten(0, (chunks, -1)) for x in (writes, scores, inverse, total))
     outs = []
     for i in range(chunks):
         read = torch.bmm(reads[i], state.mT)
@@ -119,8 +119,8 @@ def _within(reads: Tensor, writes: Tensor, keep: Tensor) -> tuple[Tensor, Tensor
             cross = (late * early).sum(-1).view(pairs, 1, 2, 1)
         else:
             cross = torch.bmm(late, early.mT).view(pairs, half, 2, half)
-        corner = scores.view(size, -1, 2 * half, chunk // (2 * half), 2 * half).diagonal(dim1=1, dim2=3)[:, half:, :half]
-        corner.copy_(cross[:, :, 0].view(size, -1, half, half).permute(0, 2, 3, 1))
+        blocks = scores.view(size, -1, 2 * half, chunk // (2 * half), 2 * half).diagonal(dim1=1, dim2=3)
+        blocks[:, half:, :half].copy_(cross[:, :, 0].view(size, -1, half, half).permute(0, 2, 3, 1))
         inverse = _join(inverse.view(pairs, 2, half, half), cross[:, :, 1])
         before, after = total.view(pairs, 2, 1, key).unbind(1)
         if record:
@@ -135,7 +135,7 @@ def _within(reads: Tensor, writes: Tensor, keep: Tensor) -> tuple[Tensor, Tensor
 
 
 def _join(inverse: Tensor, cross: Tensor) -> Tensor:
-    """Inverse of pairs of unit lower triangular blocks, from the blocks' inverses `[N, 2, S, S]` and minus their link."""
+    """Inverse of a unit lower triangle, from those of its two halves `[N, 2, S, S]` and minus what links them."""
     pairs, _, half, _ = inverse.shape
     top, bottom = inverse.unbind(1)
     joined = inverse.new_zeros(pairs, 2 * half, 2 * half)

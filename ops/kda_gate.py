@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import at_least_f32, by_rows, operator
 
 
 @operator(sharding="b t h k, h k, h -> b t h k")
@@ -17,11 +17,15 @@ def kda_gate(raw: Tensor, bias: Tensor, log_rate: Tensor, lower_bound: float | N
 
     Source: Kimi Linear (arXiv:2510.26692) and the released code; fact sheet of models, KDA layer.
     """
-    z = at_least_f32(raw) + bias
     rate = log_rate.exp()[:, None]
-    if lower_bound is None:
-        return -rate * F.softplus(z)
-    return lower_bound * torch.sigmoid(rate * z)
+
+    def gate(raw: Tensor) -> Tensor:
+        z = at_least_f32(raw) + bias
+        if lower_bound is None:
+            return -rate * F.softplus(z)
+        return lower_bound * torch.sigmoid(rate * z)
+
+    return by_rows(gate, raw, dims=2)
 
 
 @kda_gate.fake

@@ -24,12 +24,14 @@ def kda_step(
 
     Source: Kimi Linear (arXiv:2510.26692), equation of the delta rule with per-channel decay; fact sheet of models 3.2.
     """
-    q32, k32, v32 = (at_least_f32(x[:, 0]) for x in (q, k, v))
-    kept = memory[slots.long()] * decay[:, 0].exp()[..., None, :]
-    news = beta[:, 0, :, None] * (v32 - torch.einsum("bhk,bhvk->bhv", k32, kept))
-    new = kept + torch.einsum("bhv,bhk->bhvk", news, k32)
-    o = torch.einsum("bhk,bhvk->bhv", q32 * scale, new)
-    return o.to(v.dtype)[:, None], put_rows(memory, slots, new)
+    rows, _, heads, key = q.shape
+    q32, k32, decay32 = (at_least_f32(x).reshape(rows * heads, 1, key) for x in (q, k, decay))
+    v32, beta32 = at_least_f32(v).reshape(rows * heads, 1, -1), at_least_f32(beta).reshape(-1, 1, 1)
+    kept = memory[slots.long()].flatten(0, 1) * decay32.exp()
+    news = beta32 * (v32 - torch.bmm(k32, kept.mT))
+    new = torch.baddbmm(kept, news.mT, k32)
+    o = torch.bmm(q32 * scale, new.mT)
+    return o.view_as(v).to(v.dtype), put_rows(memory, slots, new.unflatten(0, (rows, heads)))
 
 
 @kda_step.fake

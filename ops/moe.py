@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import at_least_f32, by_rows, operator, recorded
+from .contract import FEW, few_rows
 
 
 @operator(sharding="n e, e -> n k, n k", whole="ek")
@@ -45,19 +46,18 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
     """Copy each row once per chosen expert, sorted by expert (rows of one expert stay in order).
 
     Args:
-        x: `[N, D]`. chosen: `[N, K]` int32. experts: E.
+        x: `[N, D]`. chosen: `[N, K]` int32; copies for ids of E and above go last, into no group. experts: E.
 
     Returns:
         rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k; group sizes `[E]` int64.
     """
-    rows, top_k = chosen.shape
     flat = chosen.flatten().long()
     order = torch.sort(flat, dim=0, stable=True).indices
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(rows * top_k, device=x.device))
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=x.device))
     return (
-        x[order // top_k],
+        x.index_select(0, order // chosen.shape[1]),
         place.int(),
-        torch.bincount(flat, minlength=experts),
+        torch.bincount(flat, minlength=experts)[:experts],
     )
 
 
@@ -87,13 +87,24 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     """Rows of group e times `weight[e]` transposed.
 
     Args:
-        x: `[M, D]`, sorted by group. weight: `[E, F, D]`. group_sizes: `[E]` int64, sums to M.
+        x: `[M, D]`, sorted by group. weight: `[E, F, D]`. group_sizes: `[E]` int64.
 
     Returns:
-        `[M, F]`.
+        `[M, F]`, zeros in the rows after the last group.
     """
-    parts = x.split(group_sizes.tolist())
-    return torch.cat([part @ w.t() for part, w in zip(parts, weight, strict=True) if len(part)] or [x.new_empty(0, weight.shape[1])])
+    if recorded(x, weight):
+        sizes = group_sizes.tolist()
+        parts = [few_rows(part, w) for part, w in zip(x[: sum(sizes)].split(sizes), weight, strict=True) if len(part)]
+        return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), weight.shape[1])])
+    y, start = x.new_empty(len(x), weight.shape[1]), 0
+    for group, size in enumerate(group_sizes.tolist()):
+        if size > FEW:
+            torch.mm(x[start : start + size], weight[group].t(), out=y[start : start + size])
+        elif size:
+            y[start : start + size] = few_rows(x[start : start + size], weight[group])
+        start += size
+    y[start:] = 0
+    return y
 
 
 @grouped_matmul.fake
@@ -105,7 +116,7 @@ def _(x, weight, group_sizes):
 def _(ge, x, weight, group_sizes):
     # one row tensor, one stacked weight, cut along rows (group_type 0) by counts (group_list_type 1)
     (y,) = ge.GroupedMatmul(
-        [x], [weight], [], [], [], [], [], group_sizes, None, size_of_y=1, split_item=2, dtype=0, transpose_weight=True,
+        [x], [weight], [], [], [], [], [], group_sizes, None, split_item=2, dtype=0, transpose_weight=True,
         transpose_x=False, group_type=0, group_list_type=1, act_type=0,
     )  # fmt: skip
     return y
@@ -121,9 +132,12 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     Returns:
         `[N, D]`.
     """
-    rows, top_k = weights.shape
-    copies = at_least_f32(y)[place.long()].view(rows, top_k, -1)
-    return torch.einsum("nkd,nk->nd", copies, at_least_f32(weights)).to(y.dtype)
+
+    def combine(place: Tensor, weights: Tensor) -> Tensor:
+        copies = at_least_f32(y.index_select(0, place.flatten())).unflatten(0, place.shape)
+        return torch.bmm(at_least_f32(weights)[:, None], copies)[:, 0].to(y.dtype)
+
+    return by_rows(combine, place.view(weights.shape), weights, width=weights.shape[1] * y.shape[1])
 
 
 @moe_combine.fake
@@ -140,8 +154,12 @@ def _(ge, y, place, weights):
 @operator(sharding="m f -> m g", whole="fg")
 def swiglu(x: Tensor) -> Tensor:
     """`silu(first half) * second half` of the last dimension: `[M, 2 F]` -> `[M, F]`."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
+
+    def glu(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    return by_rows(glu, x)
 
 
 @swiglu.fake

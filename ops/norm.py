@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import at_least_f32, by_rows, operator
 
 
 @operator(sharding="... d, d -> ... d", whole="d")
@@ -13,8 +13,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Args:
         x: `[..., D]`. weight: `[D]`.
     """
-    x32 = at_least_f32(x)
-    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    def norm(x: Tensor) -> Tensor:
+        x32 = at_least_f32(x)
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+    return by_rows(norm, x)
 
 
 @rms_norm.fake
@@ -34,9 +38,13 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     Args:
         x, gate: `[..., D]`. weight: `[D]`.
     """
-    x32 = at_least_f32(x)
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
-    return (normed * torch.sigmoid(at_least_f32(gate))).to(x.dtype)
+
+    def norm(x: Tensor, gate: Tensor) -> Tensor:
+        x32 = at_least_f32(x)
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
+        return (normed * torch.sigmoid(at_least_f32(gate))).to(x.dtype)
+
+    return by_rows(norm, x, gate)
 
 
 @gated_rms_norm.fake
@@ -56,8 +64,12 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
     Args:
         x: `[..., D]`.
     """
-    x32 = at_least_f32(x)
-    return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def norm(x: Tensor) -> Tensor:
+        x32 = at_least_f32(x)
+        return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+
+    return by_rows(norm, x)
 
 
 @l2_norm.fake

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, may_overwrite, operator
+from .base import BLOCK_BYTES, at_least_f32, may_overwrite, operator
 
 
 @operator(sharding="b t h k, h k w, s h k u, b, b, b -> b t h k, s h k u", whole="twsu")
@@ -22,17 +22,34 @@ def short_conv(
     Returns:
         `[B, T, H, K]`, and the windows, in which the rows' slots hold the last W - 1 inputs before the padding.
     """
-    past = window.shape[-1]
     started = (lengths > counts)[:, None, None, None]
-    before = torch.where(started, window[slots.long()], 0).to(x.dtype).permute(0, 3, 1, 2)
-    inputs = torch.cat([before, x], 1)
-    wide = at_least_f32(inputs)
-    taps = at_least_f32(weight)
-    tokens = x.shape[1]
-    y = sum(wide[:, j : j + tokens] * taps[..., j] for j in range(past + 1))
-    at = counts[:, None] + torch.arange(past, device=x.device)
-    last = torch.gather(inputs, 1, at[:, :, None, None].expand(-1, -1, *x.shape[2:])).permute(0, 2, 3, 1)
-    return F.silu(y).to(x.dtype), put_rows(window, slots, last)
+    before = torch.where(started, window[slots.long()], 0).to(x.dtype)
+    if x.shape[1] == 1:
+        inputs = torch.cat([before, x[:, 0, :, :, None]], -1)
+        y = F.silu((at_least_f32(inputs) * at_least_f32(weight)).sum(-1)).to(x.dtype)[:, None]
+        last = torch.where((counts > 0)[:, None, None, None], inputs[..., 1:], before)
+    else:
+        inputs = torch.cat([before.permute(0, 3, 1, 2), x], 1)
+        y = _convolve(inputs, at_least_f32(weight))
+        at = counts[:, None] + torch.arange(window.shape[-1], device=x.device)
+        last = inputs[torch.arange(len(x), device=x.device)[:, None], at].permute(0, 2, 3, 1)
+    return y, put_rows(window, slots, last)
+
+
+def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
+    """`[B, W - 1 + T, H, K]` and `[H, K, W]` -> `[B, T, H, K]`, a block of tokens at a time (see `by_rows`)."""
+    first, *rest = (tap.contiguous() for tap in weight.unbind(-1))
+    tokens = inputs.shape[1] - len(rest)
+    block = max(1, BLOCK_BYTES // (4 * inputs[:, 0].numel()))
+    outs = []
+    for start in range(0, tokens, block):
+        size = min(block, tokens - start)
+        wide = at_least_f32(inputs[:, start : start + size + len(rest)])
+        y = wide[:, :size] * first
+        for j, tap in enumerate(rest, 1):
+            y = torch.addcmul(y, wide[:, j : j + size], tap)
+        outs.append(F.silu(y).to(inputs.dtype))
+    return torch.cat(outs, 1)
 
 
 @short_conv.fake

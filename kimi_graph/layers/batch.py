@@ -62,7 +62,9 @@ class MlaState(Generic[Leaf]):
     rope: Leaf
 
 
-def step_batch(block_table: Tensor, slots: Tensor, before: Tensor, counts: Tensor, tokens: int, page: int) -> Batch[Tensor]:
+def step_batch(
+    block_table: Tensor, slots: Tensor, before: Tensor, counts: Tensor, tokens: int, page: int
+) -> Batch[Tensor]:
     """The `Batch` of a step of at most `tokens` new tokens a row, for sequences that hold `before` tokens each."""
     rows = torch.arange(tokens, device=before.device)
     position = before[:, None] + rows

@@ -2,10 +2,10 @@
 
 from typing import Generic
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_graph.ops import contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
@@ -27,6 +27,6 @@ def ffn_specs(ffn: int, embed: int) -> Ffn[ParamSpec]:
 
 def ffn(p: Ffn[Tensor], x_BTD: Tensor) -> Tensor:
     """`down(silu(gate x) * up x)` over the last dimension: `[B, T, D]` -> `[B, T, D]`."""
-    gate_BTF = torch.einsum("btd,fd->btf", x_BTD, p.gate)
-    up_BTF = torch.einsum("btd,fd->btf", x_BTD, p.up)
-    return torch.einsum("btf,df->btd", F.silu(gate_BTF) * up_BTF, p.down)
+    gate_BTF = contract("btd,fd->btf", x_BTD, p.gate)
+    up_BTF = contract("btd,fd->btf", x_BTD, p.up)
+    return contract("btf,df->btd", F.silu(gate_BTF) * up_BTF, p.down)

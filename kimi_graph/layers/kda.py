@@ -1,7 +1,7 @@
 """Kimi Delta Attention: a matrix of memory per head, decayed per key channel, corrected by the delta rule.
 
 Axes: B sequences, T tokens, D embed, H heads, K key, V value, R gate_rank, S slots.
-Source: Kimi Linear (arXiv:2510.26692), sections 3 and 4; fact sheet of models, KDA. `source=` names the released tensors.
+Source: Kimi Linear (arXiv:2510.26692), sections 3 and 4; fact sheet of models, section 3. `source=`: released names.
 """
 
 from typing import Generic
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kimi_graph import ops
 from kimi_graph.config import KdaConfig
-from kimi_graph.ops import at_least_f32
+from kimi_graph.ops import at_least_f32, contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
@@ -90,7 +90,14 @@ def kda_state_specs(c: KdaConfig, slots: int, dtype: torch.dtype) -> KdaState[Pa
 
 
 def kda(
-    p: Kda[Tensor], c: KdaConfig, x_BTD: Tensor, state: KdaState[Tensor], batch: Batch[Tensor], eps: float, *, step: bool
+    p: Kda[Tensor],
+    c: KdaConfig,
+    x_BTD: Tensor,
+    state: KdaState[Tensor],
+    batch: Batch[Tensor],
+    eps: float,
+    *,
+    step: bool,
 ) -> tuple[Tensor, KdaState[Tensor]]:
     """Mix tokens through the memory: `[B, T, D]` -> `[B, T, D]` and the next state.
 
@@ -100,26 +107,24 @@ def kda(
             starts in this call.
     """
     width = (batch.slots, batch.lengths, batch.counts)
-    q_BTHK, query = ops.short_conv(torch.einsum("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
-    k_BTHK, key = ops.short_conv(torch.einsum("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)
-    v_BTHV, value = ops.short_conv(torch.einsum("btd,hvd->bthv", x_BTD, p.value), p.value_conv, state.value, *width)
+    q_BTHK, query = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
+    k_BTHK, key = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)
+    v_BTHV, value = ops.short_conv(contract("btd,hvd->bthv", x_BTD, p.value), p.value_conv, state.value, *width)
 
-    low_BTR = torch.einsum("btd,rd->btr", x_BTD, p.decay_down)
-    raw_BTHK = torch.einsum("btr,hkr->bthk", low_BTR, p.decay_up)
+    low_BTR = contract("btd,rd->btr", x_BTD, p.decay_down)
+    raw_BTHK = contract("btr,hkr->bthk", low_BTR, p.decay_up)
     decay_BTHK = tap("decay", ops.kda_gate(raw_BTHK, p.decay_bias, p.log_rate, c.gate_lower_bound))
-    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(torch.einsum("btd,hd->bth", x_BTD, p.beta))))
+    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(contract("btd,hd->bth", x_BTD, p.beta))))
     q_BTHK, k_BTHK = ops.l2_norm(q_BTHK, 1e-6), ops.l2_norm(k_BTHK, 1e-6)
 
     scale = c.key**-0.5
     if step:
         o_BTHV, memory = ops.kda_step(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, batch.slots, scale)
     else:
-        o_BTHV, memory = ops.kda_chunk(
-            q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale
-        )
+        o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale)
     memory = tap("state", memory, lambda m: m[batch.slots.long()])
 
-    gate_BTHV = torch.einsum("btr,hvr->bthv", torch.einsum("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
+    gate_BTHV = contract("btr,hvr->bthv", contract("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
     o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
-    y_BTD = torch.einsum("bthv,dhv->btd", o_BTHV, p.out)
+    y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
     return y_BTD, KdaState(memory=memory, query=query, key=key, value=value)

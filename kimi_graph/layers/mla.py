@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kimi_graph import ops
 from kimi_graph.config import MlaConfig
+from kimi_graph.ops import contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
@@ -37,7 +38,9 @@ def mla_specs(c: MlaConfig, embed: int) -> Mla[ParamSpec]:
         ),
         latent=weight((c.latent + c.key_rope, embed), "latent embed", source="kv_a_proj_with_mqa.weight"),
         latent_norm=weight((c.latent,), "latent", source="kv_a_layernorm.weight"),
-        up=weight((c.heads, up, c.latent), "heads key latent", source="kv_b_proj.weight", stored=(c.heads * up, c.latent)),
+        up=weight(
+            (c.heads, up, c.latent), "heads key latent", source="kv_b_proj.weight", stored=(c.heads * up, c.latent)
+        ),
         out=weight(
             (embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, c.heads * c.value)
         ),
@@ -59,9 +62,9 @@ def mla(
 
     `step`: one token a row, absorbed form (queries go into the latent space); else the expanded form. Same result.
     """
-    q_BTHK = torch.einsum("btd,hkd->bthk", x_BTD, p.query)
+    q_BTHK = contract("btd,hkd->bthk", x_BTD, p.query)
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], q_BTHK[..., c.key_nope :]
-    low_BTL = torch.einsum("btd,ld->btl", x_BTD, p.latent)
+    low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
     latent_BTL = ops.rms_norm(low_BTL[..., : c.latent], p.latent_norm, LATENT_EPS)
     rope_BTR = low_BTL[..., c.latent :]
     latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
@@ -69,13 +72,13 @@ def mla(
     up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
     scale = c.key**-0.5
     if step:
-        q_BTHL = torch.einsum("bthn,hnl->bthl", q_BTHN, up_key_HNL)
+        q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
         o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, scale)
-        o_BTHV = torch.einsum("bthl,hvl->bthv", o_BTHL, up_value_HVL)
+        o_BTHV = contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)
     else:
         latent_BCL, rope_BCR = ops.cache_read(latent, rope, batch.block_table)
-        k_BCHN = torch.einsum("bcl,hnl->bchn", latent_BCL, up_key_HNL)
-        v_BCHV = torch.einsum("bcl,hvl->bchv", latent_BCL, up_value_HVL)
+        k_BCHN = contract("bcl,hnl->bchn", latent_BCL, up_key_HNL)
+        v_BCHV = contract("bcl,hvl->bchv", latent_BCL, up_value_HVL)
         o_BTHV = ops.attention(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts, scale)
-    y_BTD = torch.einsum("bthv,dhv->btd", tap("heads", o_BTHV), p.out)
+    y_BTD = contract("bthv,dhv->btd", tap("heads", o_BTHV), p.out)
     return y_BTD, MlaState(latent=tap("latent", latent), rope=rope)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kimi_graph import ops
 from kimi_graph.config import MoeConfig
-from kimi_graph.ops import at_least_f32
-from kimi_graph.parallel import constrain, shard_map
+from kimi_graph.ops import at_least_f32, contract
+from kimi_graph.parallel import constrain, local_ids, shard_map, summand
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
@@ -37,8 +37,8 @@ def moe_specs(c: MoeConfig, embed: int) -> Moe[ParamSpec]:
     return Moe(
         router=weight((c.experts, embed), "_ embed", source="gate.weight"),
         bias=weight((c.experts,), "_", source="gate.e_score_correction_bias", dtype=f32),
-        gate_up=weight((c.experts, 2, c.ffn, embed), "experts _ ffn embed", source=gate_up),
-        down=weight((c.experts, embed, c.ffn), "experts embed ffn", source=down),
+        gate_up=weight((c.experts, 2, c.ffn, embed), "experts _ expert_ffn embed", source=gate_up),
+        down=weight((c.experts, embed, c.ffn), "experts embed expert_ffn", source=down),
         shared=Ffn(
             gate=shared.gate.under("shared_experts."),
             up=shared.up.under("shared_experts."),
@@ -48,25 +48,26 @@ def moe_specs(c: MoeConfig, embed: int) -> Moe[ParamSpec]:
 
 
 def experts(x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor, gate_up_EGFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Every row through its K experts, and their weighted sum: `[N, D]`. The body of a `shard_map`."""
+    """Every row through its K experts, and their weighted sum: `[N, D]`. The body of a `shard_map`.
+
+    `chosen_NK` are ids among all experts. A device that has some of them gives their part of the sum; it needs every row
+    they may get, so rows may not be split over the mesh axes that split experts.
+    """
     count = gate_up_EGFD.shape[0]
-    x_MD, row, group_sizes = ops.moe_dispatch(x_ND, chosen_NK, count)
+    x_MD, row, group_sizes = ops.moe_dispatch(x_ND, local_ids(chosen_NK, "experts", count), count)
     h_MF = ops.swiglu(ops.grouped_matmul(x_MD, gate_up_EGFD.flatten(1, 2), group_sizes))
     y_MD = ops.grouped_matmul(h_MF, down_EDF, group_sizes)
-    return ops.moe_combine(y_MD, row, weight_NK)
+    return summand(ops.moe_combine(y_MD, row, weight_NK), "experts", "expert_ffn")
 
 
 def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor) -> Tensor:
     """`[B, T, D]` -> `[B, T, D]`: routed experts plus shared experts."""
     x_ND = constrain(x_BTD.flatten(0, 1), "token", None)
-    scores_NE = torch.einsum("nd,ed->ne", at_least_f32(x_ND), at_least_f32(p.router))
+    scores_NE = contract("nd,ed->ne", at_least_f32(x_ND), at_least_f32(p.router))
     weight_NK, chosen_NK = ops.moe_route(scores_NE, p.bias, c.top_k, c.scale)
     tap("experts", chosen_NK)
-    run = shard_map(
-        experts,
-        (("token", None), ("token", None), ("token", None), ("experts", None, "ffn", None), ("experts", None, "ffn")),
-        ("token", None),
-    )
+    rows, gate_up, down = ("token", None), ("experts", None, "expert_ffn", None), ("experts", None, "expert_ffn")
+    run = shard_map(experts, (rows, rows, rows, gate_up, down), rows)
     y_ND = run(x_ND, chosen_NK, tap("weights", weight_NK), p.gate_up, p.down)
     y_BTD = constrain(y_ND, "batch", None).unflatten(0, x_BTD.shape[:2])
     return y_BTD + ffn(p.shared, x_BTD)

@@ -131,7 +131,7 @@ def last_token(x_BTD: Tensor, counts_B: Tensor) -> Tensor:
 
 def head(norm_D: Tensor, head_VD: Tensor, c: ModelConfig, x_BTD: Tensor) -> Tensor:
     """Final norm and output projection: `[B, T, D]` -> `[B, T, V]`."""
-    return torch.einsum("btd,vd->btv", ops.rms_norm(x_BTD, norm_D, c.norm_eps), head_VD)
+    return ops.contract("btd,vd->btv", ops.rms_norm(x_BTD, norm_D, c.norm_eps), head_VD)
 
 
 def forward(
