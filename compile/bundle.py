@@ -4,6 +4,7 @@
 manifest.json     what it is: model, target, phases, state contract, hashes, what is not proved
 weights.json      the weight plan: of which checkpoint tensors and by which steps each graph weight is made
 graphs/*.air      one static graph per phase and bucket
+constants.bin     with `--weights constant`: the weights themselves, which the graphs' FileConstant nodes point into
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
 ```
@@ -12,9 +13,6 @@ Paths inside are relative, but for local.json.
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
+from kimi_graph.files import new_folder
 
 FORMAT = 1
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
-SOURCES, LOCAL = "sources.json", "local.json"
+CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
 
 
 @dataclass(frozen=True)
@@ -107,37 +106,17 @@ def open_bundle(folder: str | Path) -> Bundle:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that becomes it at the end; nothing is left behind on failure.
+    """A folder to write to that becomes `folder` at the end; nothing is left behind on failure.
 
     An older bundle there is replaced; anything else is refused.
 
     Raises:
         BundleError: `folder` exists and is not a bundle, or cannot be written.
     """
-    folder = Path(folder).absolute()
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    except OSError as e:
-        raise BundleError(f"{folder.parent}: {e.strerror or e}; a bundle cannot be written here.") from None
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _swap(temporary, folder)
+        with new_folder(folder) as work:
+            yield work
     except OSError as e:
         raise BundleError(f"{folder}: {e.strerror or e}; nothing was written.") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _swap(new: Path, folder: Path) -> None:
-    """`new` takes the place of `folder`; at every moment one whole bundle exists."""
-    if not folder.exists():
-        new.rename(folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    os.rename(folder, old / "bundle")
-    new.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)

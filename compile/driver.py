@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from kimi_graph import tree
+from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 
-from . import air, bundle, recipe
+from . import air, bundle, constants, recipe
 from .capture import Captured
 from .checks import check_graph
 from .convert import convert
@@ -32,6 +33,13 @@ from .targets import Target
 from .torchair_host import Host
 from .torchair_host import load as load_host
 
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
 
 
@@ -42,7 +50,7 @@ class Request:
     Attributes:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
-        target: what it is lowered for.
+        target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
     """
 
     config: ModelConfig
@@ -53,6 +61,7 @@ class Request:
     max_len: int = 4096
     page: int = 128
     pages: int | None = None
+    constants: bool = False
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -239,28 +248,43 @@ def compile_model(
     weights: str = "input",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = silent,
 ) -> Compiled:
     """Compile a model into a bundle. See `Request` for the numbers; None takes its default.
 
     Args:
         out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
         checkpoint: where the weights lie; remembered beside the bundle's hashed content, for `verify`.
+        weights: "input" (bound when the bundle is loaded) or "constant" (in the bundle, pointed to by the graphs).
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
     """
     given = {"rows": batch, "chunk": chunk, "max_len": max_len, "page": page}
-    request = Request(config=config, target=target, phases=phases, pages=pages, **{k: v for k, v in given.items() if v})
+    request = Request(
+        config=config,
+        target=target,
+        phases=phases,
+        pages=pages,
+        constants=weights == "constant",
+        **{name: value for name, value in given.items() if value is not None},
+    )
     request.buckets()  # refuse before anything expensive
-    clock = Clock(notify=lambda step: progress(step, 0, 0) if progress else None)
+    if request.constants and checkpoint is None:
+        raise CompileError(f"--weights constant puts the weights into the bundle: {config.name} must be a checkpoint folder.")
+    clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)
-    return Compiled(compile_bundle(request, host, out, checkpoint, clock), clock)
+    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock)
 
 
 def compile_bundle(
-    request: Request, host: Host, out: Path | None, checkpoint: Path | None = None, clock: Clock | None = None
+    request: Request,
+    host: Host,
+    out: Path | None,
+    checkpoint: Path | None = None,
+    clock: Clock | None = None,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
 
@@ -269,21 +293,35 @@ def compile_bundle(
     """
     clock = clock or Clock()
     graphs = [build_graph(request, b, host, clock) for b in request.buckets()]
+    plan = weight_plan(request.config, graphs)
+    if request.constants:
+        constants.place(plan["weights"])
+        graphs = [replace(g, model=constants.to_file_constants(g.model, plan["weights"])) for g in graphs]
     with clock.step("write"):
         files = {f"{bundle.GRAPHS}/{g.bucket.name}.air": air.to_bytes(g.model) for g in graphs}
-        plan = bundle.dump(weight_plan(request.config, graphs))
-        manifest = make_manifest(request, host, graphs, files, plan)
+        files[bundle.WEIGHTS] = bundle.dump(plan)
+        files[bundle.SOURCES] = bundle.dump({g.bucket.name: g.sources for g in graphs})
+        if checkpoint is not None:
+            files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
+        manifest = make_manifest(request, host, graphs, files)
         if out is not None:
             with bundle.writing(out) as folder:
                 (folder / bundle.GRAPHS).mkdir()
                 for name, data in files.items():
                     (folder / name).write_bytes(data)
-                (folder / bundle.WEIGHTS).write_bytes(plan)
+                if request.constants:
+                    assert checkpoint is not None
+                    where = folder / bundle.CONSTANTS
+                    constants.write(where, plan["weights"], request.config, Checkpoint.open(checkpoint), progress)
+                    manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": file_hash(where)}
                 (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
-                (folder / bundle.SOURCES).write_bytes(bundle.dump({g.bucket.name: g.sources for g in graphs}))
-                if checkpoint is not None:
-                    (folder / bundle.LOCAL).write_bytes(bundle.dump({"checkpoint": str(checkpoint.absolute())}))
     return manifest
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
@@ -308,9 +346,8 @@ def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
     return {"weights": plan, "generated": generated}
 
 
-def make_manifest(
-    request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes], plan: bytes
-) -> dict[str, Any]:
+def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes]) -> dict[str, Any]:
+    """What the bundle says of itself. `files`: bytes by name in the bundle."""
     import kimi_graph
 
     c, b = request.config, graphs[0].bucket
@@ -319,9 +356,9 @@ def make_manifest(
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
-        "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(plan).hexdigest()},
+        "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
         "state": state_contract(c, b, graphs),
-        "graphs": [graph_entry(g, *item) for g, item in zip(graphs, files.items(), strict=True)],
+        "graphs": [graph_entry(g, name, files[name]) for g in graphs for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]],
         "unproved": UNPROVED,
     }
 
@@ -392,7 +429,7 @@ def graph_entry(graph: Graph, file: str, data: bytes) -> dict[str, Any]:
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": [describe(op) for op in data_ops if not op.name.startswith("p.")],
-        "weights": [op.name for op in data_ops if op.name.startswith("p.")],
+        "weights": [op.name for op in ops if op.name.startswith("p.")],
         "states": [op.name for op in ops if op.type == "RefData"],
         "outputs": [
             {"name": "logits", "shape": list(shape_of(d)), "dtype": str(dtype_of(d)).removeprefix("torch.")} for d in net

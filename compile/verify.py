@@ -29,6 +29,7 @@ from kimi_graph.read_config import parse_config
 
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle
+from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, shape_of
 
@@ -135,6 +136,17 @@ def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tenso
     return weights
 
 
+def check_constants(constants: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    """Weights that a bundle holds itself must be those of the checkpoint, to the byte.
+
+    Raises:
+        VerifyError: one that is not.
+    """
+    for name, value in constants.items():
+        if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
+            raise VerifyError(f"constant {name} is not what the weight plan makes of the checkpoint.")
+
+
 def causal_mask(size: int) -> Tensor:
     """`[size, size]` bool, True above the diagonal: what a query must not see."""
     return torch.ones(size, size, dtype=torch.bool).triu(1)
@@ -226,8 +238,12 @@ class GraphSide:
         self.inputs: dict[str, dict[str, Tensor]] = {}
         for entry in bundle.manifest["graphs"]:
             model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
+            constants = to_inputs(model, bundle.folder)
             self.graphs[entry["phase"]] = Executor(model)
-            self.inputs[entry["phase"]] = graph_weights(bundle.weights, model, named) | generated_inputs(bundle.weights)
+            weights = graph_weights(bundle.weights, model, named)
+            if mode == "native":
+                check_constants(constants, weights)
+            self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
             s["name"]: torch.zeros(s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]])
             for s in bundle.manifest["state"]["states"]
@@ -310,11 +326,16 @@ def compare(
     """Run the script through the model and through the graphs of every mode, side by side."""
     params = load_params(checkpoint, config, dtype=torch.float64)
     model = ModelSide(config, bundle.manifest["state"], params)
-    graphs = {"exact": GraphSide(bundle, params, "exact")}
-    comparisons = {"exact": Comparison("exact", EXACT_TOLERANCE, largest)}
-    if "native" in modes:
-        graphs["native"] = GraphSide(bundle, load_params(checkpoint, config), "native")
-        comparisons["native"] = Comparison("native", native_tolerance(config), norm)
+    graphs = {
+        "exact": GraphSide(bundle, params, "exact"),
+        "native": GraphSide(bundle, load_params(checkpoint, config), "native"),
+    }
+    comparisons = {
+        "exact": Comparison("exact", EXACT_TOLERANCE, largest),
+        "native": Comparison("native", native_tolerance(config), norm),
+    }
+    if "native" not in modes:
+        del graphs["native"]
     todo = list(script(bundle, config, steps, seed))
     phases = {g["phase"] for g in bundle.manifest["graphs"]}
     for index, step in enumerate(todo):
@@ -356,6 +377,10 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
     return Checkpoint.open(given)
 
 
+def silent(what: str, done: int, total: int) -> None:
+    """Reports nothing."""
+
+
 def verify_bundle(
     folder: Path,
     *,
@@ -364,7 +389,7 @@ def verify_bundle(
     modes: tuple[str, ...] = ("exact", "native"),
     seed: int = 0,
     bisect: bool = False,
-    progress: Notify | None = None,
+    progress: Notify = silent,
 ) -> Report:
     """Execute a bundle and compare it with its model.
 
@@ -383,8 +408,7 @@ def verify_bundle(
             f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
             f"{source['fingerprint'][:16]}...; the bundle was made for another model."
         )
-    notify = progress or (lambda what, done, total: None)
-    report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, notify)
+    report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, progress)
     if bisect and not report.passed:
         from .bisect import first_difference
 
