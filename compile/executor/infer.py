@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kimi_graph.compile.ge_proto import ModelDef, describe, dtype_of, is_known, shape_of
+from kimi_graph.compile.ge_proto import ModelDef, describe, describe_inputs, dtype_of, is_known, shape_of
 from kimi_graph.errors import CompileError
 
 from .graph import SOURCES, parse
@@ -13,7 +13,7 @@ KNOWN_VALUES = 1 << 16  # constants up to this many elements keep their values, 
 
 
 def infer_shapes(model: ModelDef) -> None:
-    """Fill in what output descriptions lack, and check those there are. Changes `model`.
+    """Fill in what descriptions lack, and check those of outputs there are. Changes `model`.
 
     Raises:
         CompileError: a node whose inputs do not fit its operator, or whose description says something else; and
@@ -32,6 +32,7 @@ def infer_shapes(model: ModelDef) -> None:
             if not is_known(desc):
                 describe(desc, value.shape, value.dtype)
             values[node.name, index] = value
+    describe_inputs(model.graph[0])
 
 
 def _outputs(node: Node, values: dict[Edge, Tensor]) -> tuple[Tensor, ...]:

@@ -64,9 +64,10 @@ def fused_infer_attention_score(
     sparse, page, layout = op.attr("sparse_mode", 0), op.attr("block_size", 0), op.attr("input_layout", "BSH")
     scale = op.attr("scale", 1.0)
     op.expect(
-        pre_tokens=UNLIMITED, next_tokens=UNLIMITED, inner_precise=(1, 0), antiquant_mode=0, softmax_lse_flag=False,
+        pre_tokens=UNLIMITED, next_tokens=UNLIMITED, antiquant_mode=0, softmax_lse_flag=False,
         key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0,
     )  # fmt: skip
+    op.must(inner_precise=0)  # the one value the documents allow for bfloat16 everywhere; the prototype's default is 1
     op.require(layout in _LAYOUTS, f"input_layout {layout!r}, supported is {', '.join(_LAYOUTS)}")
     op.require(len(key) == len(value) == 1, "one key and one value tensor are supported")
     op.require((query_rope is None) == (key_rope is None), "query_rope and key_rope come together")

@@ -25,9 +25,9 @@ MAX_GROUPS = 1024
 def moe_gating_top_k(op: Op, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     k, norm_type, renorm = op.need("k", int), op.attr("norm_type", 0), op.attr("renorm", 0)
     groups, kept = op.attr("group_count", 1), op.attr("k_group", 1)
-    op.expect(out_flag=(False, True))
+    op.expect(out_flag=False)
     op.require(norm_type in (0, 1), f"norm_type {norm_type}, supported is 0 (softmax) or 1 (sigmoid)")
-    op.require(renorm in (0, 1), f"renorm {renorm}, supported is 0 or 1")
+    op.require(renorm == 0 or (renorm == 1 and norm_type == 0), f"renorm {renorm}, which norm_type {norm_type} ignores")
     experts = x.shape[-1]
     op.require(x.ndim == 2 and experts <= MAX_EXPERTS, f"x [N, E <= {MAX_EXPERTS}] expected, found {list(x.shape)}")
     op.require(
@@ -37,7 +37,9 @@ def moe_gating_top_k(op: Op, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     x32 = at_least_f32(x)
     weight = x32.softmax(-1) if norm_type == 0 else torch.sigmoid(x32)
     ranked = weight if bias is None else weight + at_least_f32(bias)
-    ranked = _mask_groups(ranked, groups, kept, op.attr("group_select_mode", 0))
+    mode = op.attr("group_select_mode", 0)
+    op.require(mode == 0 or (mode == 1 and groups > 1), f"group_select_mode {mode} of {groups} groups")
+    ranked = _mask_groups(ranked, groups, kept, mode)
     chosen = op.select(torch.sort(ranked, dim=-1, descending=True, stable=True).indices[:, :k].int())
     y = torch.gather(weight, 1, chosen.long())
     eps, scale = op.attr("eps", 1e-20), op.attr("routed_scaling_factor", 1.0)
@@ -98,14 +100,9 @@ def moe_init_routing_v3(op: Op, x: Tensor, expert_idx: Tensor) -> tuple[Tensor, 
     prototype="x[] weight[] bias[] scale[] offset[] antiquant_scale[] antiquant_offset[] group_list? per_token_scale?",
 )
 def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Tensor | None) -> Tensor:
-    op.must(group_type=0)
+    op.must(group_type=0, split_item=2)
     op.expect(dtype=0, transpose_x=False, act_type=0, tuning_config=([0], []))
-    split, transposed, list_type = (
-        op.need("split_item", int),
-        op.attr("transpose_weight", False),
-        op.attr("group_list_type", 0),
-    )
-    op.require(split in (2, 3), f"split_item {split}, supported is 2 or 3 (one y)")
+    transposed, list_type = op.attr("transpose_weight", False), op.attr("group_list_type", 0)
     op.require(
         len(x) == len(weight) == 1, f"one x and one stacked weight are supported, found {len(x)} and {len(weight)}"
     )
@@ -159,7 +156,7 @@ def moe_finalize_routing_v2(
     if scales is None:
         op.fail("scales are required here")
     rows, k = scales.shape
-    op.expect(k=(1, k))
+    op.expect(k=1)  # acts where there are no scales
     op.require(expanded_x.ndim == 2, f"expanded_x of two dimensions expected, found {list(expanded_x.shape)}")
     op.require(
         expanded_row_idx.shape == (rows * k,), f"{rows * k} row indices expected, found {list(expanded_row_idx.shape)}"
