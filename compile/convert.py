@@ -20,18 +20,7 @@ from kimi_graph.errors import CompileError
 from kimi_graph.ops import OPERATORS
 
 from .air import NOTES
-from .ge_proto import (
-    Dtype,
-    GraphDef,
-    ModelDef,
-    OpDef,
-    TensorDescriptor,
-    data_edges,
-    describe,
-    is_known,
-    is_unfed,
-    split_edge,
-)
+from .ge_proto import GraphDef, ModelDef, OpDef, describe, describe_inputs, is_unfed, split_edge
 from .lower import ATEN, Room, Value
 from .torchair_host import Host
 
@@ -46,11 +35,12 @@ class Converted:
         model: one graph: Data in the order of the FX inputs and under their names, then inputs that lowerings added
             (`causal_mask`), all of them even if nobody reads them; NetOutput reads the outputs in order. Every output
             of an FX call is known (shape and dtype); what converters make in between may be unknown.
-        sources: file and line by op name.
+        sources: file and line by op name. edges: of the results of each FX call, by its name.
     """
 
     model: ModelDef
     sources: dict[str, str]
+    edges: dict[str, list[str]]
 
 
 def default_lowerings() -> dict[Any, Lowering]:
@@ -83,7 +73,7 @@ def convert(
     with host.graph.default_ge_graph(graph), host.shield():
         for node in module.graph.nodes:
             walk.visit(node)
-    return Converted(_finish(ModelDef.FromString(graph.SerializeToString())), walk.sources)
+    return Converted(_finish(ModelDef.FromString(graph.SerializeToString())), walk.sources, walk.edges())
 
 
 class _Walk:
@@ -100,6 +90,11 @@ class _Walk:
         source = node.meta.get("source", "")
         if source:
             self.sources.update((op.name, source) for op in self.graph.op[made:])
+
+    def edges(self) -> dict[str, list[str]]:
+        """Edges of the results of each call."""
+        calls = {n: v for n, v in self.values.items() if n.op == "call_function" and n.target is not operator.getitem}
+        return {n.name: [x.tensor for x, _ in _pairs(v, n.meta["val"])] for n, v in calls.items()}
 
     def _placeholder(self, node: fx.Node) -> Value:
         meta = node.meta["val"]
@@ -178,9 +173,9 @@ def _finish(model: ModelDef) -> ModelDef:
     out.graph.add(name=graph.name)
     out.graph[0].op.extend(inputs)
     out.graph[0].op.extend(op for op in graph.op if op.type != "Data" and op.name in alive)
-    producers = {op.name: op for op in out.graph[0].op}
     for op in out.graph[0].op:
-        _tidy(op, producers)
+        _tidy(op)
+    describe_inputs(out.graph[0])
     return out
 
 
@@ -197,29 +192,13 @@ def _alive(graph: GraphDef) -> set[str]:
     return alive
 
 
-def _tidy(op: OpDef, producers: Mapping[str, OpDef]) -> None:
+def _tidy(op: OpDef) -> None:
     for note in NOTES & set(op.attr):
         del op.attr[note]
-    for edge, desc in zip(data_edges(op), op.input_desc, strict=False):  # Data has a description but no edge
-        name, index = split_edge(edge)
-        if name:
-            port = desc.name
-            desc.CopyFrom(producers[name].output_desc[index])
-            desc.name = port
-    if op.type == "Cast" and not is_known(op.output_desc[0]) and is_known(op.input_desc[0]):
-        _describe_cast(op)
+    if op.type == "Const":
+        op.output_desc[0].name = "y"  # torchair's helper leaves out what the prototype calls it
     for desc in [*op.input_desc, *op.output_desc]:
-        _tidy_desc(desc)
-
-
-def _describe_cast(op: OpDef) -> None:
-    desc = op.output_desc[0]
-    desc.shape.CopyFrom(op.input_desc[0].shape)
-    desc.dtype = Dtype.of_ge(op.attr["dst_type"].i).proto
-
-
-def _tidy_desc(desc: TensorDescriptor) -> None:
-    for note in NOTES & set(desc.attr):
-        del desc.attr[note]
-    if not is_unfed(desc):
-        desc.layout = "ND"
+        for note in NOTES & set(desc.attr):
+            del desc.attr[note]
+        if not is_unfed(desc):
+            desc.layout = "ND"

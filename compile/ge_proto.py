@@ -440,6 +440,18 @@ def dtype_of(desc: TensorDescriptor) -> torch.dtype:
     return Dtype.of_proto(desc.dtype).torch_dtype
 
 
+def describe_inputs(graph: GraphDef) -> None:
+    """Make every input description that of its producer's output, under the input's own name."""
+    producers = {op.name: op for op in graph.op}
+    for op in graph.op:
+        for edge, desc in zip(data_edges(op), op.input_desc, strict=False):  # Data has a description but no edge
+            name, index = split_edge(edge)
+            if name:
+                port = desc.name
+                desc.CopyFrom(producers[name].output_desc[index])
+                desc.name = port
+
+
 def tensor_def(value: torch.Tensor) -> TensorDef:
     """A constant: description and little-endian row-major bytes."""
     made = TensorDef()

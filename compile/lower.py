@@ -188,6 +188,29 @@ def _same(ge: Room, x: Value, **ignored: Any) -> Value:
     return x
 
 
+@_lowers(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(ge: Room, x: Value, shape: Sequence[int]) -> Value:
+    return ge.reshape(x, ge.result.shape)  # `shape` may hold a -1
+
+
+@_lowers(aten.permute.default)
+def _permute(ge: Room, x: Value, dims: Sequence[int]) -> Value:
+    """Moving dimensions of size one moves no element."""
+    shape = ge.shape(x)
+    order = [d % len(shape) for d in dims]
+    long = [d for d in order if shape[d] != 1]
+    if long == sorted(long):
+        return ge.reshape(x, ge.result.shape)
+    return ge.Transpose(x, ge.const(order, torch.int64))
+
+
+@_lowers(aten.transpose.int)
+def _swap(ge: Room, x: Value, first: int, second: int) -> Value:
+    order = list(range(len(ge.shape(x))))
+    order[first], order[second] = order[second], order[first]
+    return _permute(ge, x, order)
+
+
 @_lowers(aten.softplus.default)
 def _softplus(ge: Room, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     return ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
