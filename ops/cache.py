@@ -6,7 +6,7 @@ from torch import Tensor
 from .base import may_overwrite, operator
 
 
-@operator(sharding="b t l, b t r, p g l, p g r, n -> p g l, p g r", whole="btlrpgn")
+@operator(sharding="b t l, b t r, p g l, p g r, b -> p g l, p g r", whole="tlrpg")
 def cache_write(
     latent: Tensor, rope: Tensor, latent_pool: Tensor, rope_pool: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:

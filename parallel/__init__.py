@@ -1,5 +1,5 @@
-"""Placement: the two things layer code may say about it. Without a mesh both are the identity."""
+"""Placement: what layer code may say about it. Without a mesh all of it is the identity."""
 
-from .annotate import constrain, shard_map
+from .annotate import constrain, local_ids, shard_map, summand
 
-__all__ = ["constrain", "shard_map"]
+__all__ = ["constrain", "local_ids", "shard_map", "summand"]
