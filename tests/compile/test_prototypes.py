@@ -1,27 +1,20 @@
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-from kimi_graph.compile import torchair_host
 from kimi_graph.compile.ge_proto import Dtype
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import IN_PLACE, SHORT, Prototypes, dtypes, find, parse_registration, read_helper
+from kimi_graph.compile.torchair_host import Host
 
 COMPLETE = sorted(name for name, row in ROWS.items() if row.ins is not None)
 BASIC = sorted(ROWS.keys() - set(COMPLETE))
 
 
 @pytest.fixture(scope="module")
-def torchair() -> Path:
-    """torchair's folder, where one is on this machine: installed, or fetched by an earlier compile."""
-    spec = importlib.util.find_spec("torch_npu")
-    places = [Path(spec.submodule_search_locations[0]) / "dynamo/torchair"] if spec is not None else []
-    places += sorted(torchair_host.default_cache().rglob("torchair"))
-    found = next((p for p in places if (p / "_ge_concrete_graph/auto_generated_ge_raw_ops.py").is_file()), None)
-    if found is None:
-        pytest.skip("no torch-npu wheel is installed or cached here")
-    return found
+def torchair(host: Host) -> Path:
+    """torchair's folder."""
+    return host.root
 
 
 # ---- parsing ---------------------------------------------------------------------------------------------------------
