@@ -1,3 +1,5 @@
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -101,3 +103,98 @@ def test_edges_are_split_into_data_and_control():
     assert ge_proto.data_edges(op) == ["a/b:0", "", "c:2"]
     assert ge_proto.control_edges(op) == ["d:-1"]
     assert [ge_proto.split_edge(e) for e in op.input] == [("a/b", 0), ("", 0), ("c", 2), ("d", -1)]
+
+
+# ---- against torchair's messages ----
+
+
+@pytest.fixture(scope="module")
+def theirs(host):
+    import torchair._ge_concrete_graph.ge_ir_pb2 as messages  # pyright: ignore[reportMissingImports]
+
+    return messages
+
+
+def fields(descriptor):
+    """Number, type, repeated and oneof by name; enums are varints like int32, opaque messages are like bytes."""
+    kinds = {"AttrGroups": 12}
+
+    def kind(field):
+        if field.message_type is not None:
+            return kinds.get(field.message_type.name, field.type)
+        return 5 if field.type == field.TYPE_ENUM else field.type
+
+    return {
+        f.name: (f.number, kind(f), f.is_repeated, f.containing_oneof.name if f.containing_oneof else None)
+        for f in descriptor.fields
+    }
+
+
+def messages_of(descriptor, found):
+    """Message types reachable from one, by name; map entries are walked through."""
+    if descriptor.name != "AttrGroups" and descriptor.name not in found:
+        if not descriptor.GetOptions().map_entry:
+            found[descriptor.name] = descriptor
+        for f in descriptor.fields:
+            if f.message_type is not None:
+                messages_of(f.message_type, found)
+    return found
+
+
+def test_every_field_is_as_torchair_has_it(theirs):
+    mine = messages_of(ge_proto.ModelDef.DESCRIPTOR, {})
+    other = messages_of(theirs.ModelDef.DESCRIPTOR, {})
+    assert mine.keys() == other.keys()
+    for name in mine:
+        assert fields(mine[name]) == fields(other[name]), name
+
+
+def test_the_pools_are_separate(theirs):
+    assert theirs.OpDef is not OpDef
+    assert theirs.OpDef.DESCRIPTOR.full_name == OpDef.DESCRIPTOR.full_name
+
+
+scalars = {
+    1: st.floats(width=64, allow_nan=False),
+    2: st.floats(width=32, allow_nan=False),
+    3: st.integers(-(2**63), 2**63 - 1),
+    5: st.integers(0, 41),
+    8: st.booleans(),
+    9: st.text(max_size=4),
+    12: st.binary(max_size=4),
+    13: st.integers(0, 2**32 - 1),
+}
+
+
+def fill(message, draw, depth):
+    """Random fields, to a depth."""
+    for f in message.DESCRIPTOR.fields:
+        if draw(st.integers(0, 2)) == 0 or f.name == "attr_groups":
+            continue
+        if f.message_type is None:
+            draw_one = scalars[f.type]
+            if f.is_repeated:
+                getattr(message, f.name).extend(draw(st.lists(draw_one, max_size=2)))
+            else:
+                setattr(message, f.name, draw(draw_one))
+        elif depth:
+            entry = f.message_type.GetOptions().map_entry
+            if entry:
+                for key in draw(st.lists(st.text(max_size=3), max_size=2)):
+                    fill(getattr(message, f.name)[key], draw, depth - 1)
+            else:
+                inner = getattr(message, f.name)
+                inner = inner.add() if f.is_repeated else inner
+                inner.SetInParent()
+                fill(inner, draw, depth - 1)
+
+
+@hypothesis.given(st.data())
+@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+def test_bytes_are_those_of_torchairs_messages_both_ways(theirs, data):
+    model = ge_proto.ModelDef()
+    fill(model, data.draw, 4)
+    mine = model.SerializeToString(deterministic=True)
+    other = theirs.ModelDef.FromString(mine).SerializeToString(deterministic=True)
+    assert other == mine
+    assert ge_proto.ModelDef.FromString(other) == model
