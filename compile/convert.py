@@ -66,7 +66,7 @@ def convert(
 
     Raises:
         CompileError: a call that neither torchair nor we lower, with its source line.
-    """  # fmt: skip
+    """
     graph = host.graph.GeGraph(name=name)
     graph.add_python_code = lambda *_: None  # torchair's transcript of the graph as Python text
     walk = _Walk(host, graph, Room(host, target, cann), default_lowerings() if lowerings is None else lowerings)

@@ -24,10 +24,11 @@ from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, dtype_of, shape_of
-from .passes import bytes_only, fold_weights, lower_einsum, simplify, weight_name
-from .phases import Bucket, capture_pieces, schedule
+from .passes import bytes_only, weight_name
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, schedule
 from .prototypes import Prototypes
 from .recipe import Step
+from .origins import Origins, source_of
 from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host
@@ -98,12 +99,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Graph:
-    """A finished graph of one bucket, and where everything in it comes from."""
+    """A finished graph of one bucket, and where everything in it comes from.
+
+    Attributes:
+        weights: parameter and recipe steps of each weight. origins: of each piece, for people and for `bisect`.
+    """
 
     bucket: Bucket
     model: ModelDef
     weights: dict[str, tuple[str, tuple[Step, ...]]]
-    sources: dict[str, str]
+    origins: dict[str, Origins]
 
     @property
     def ops(self) -> dict[str, int]:
@@ -148,28 +153,21 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
             prototypes,
             weights=set(graph.weights),
             states={op.name for op in graph.model.graph[0].op if op.type == "RefData"},
-            sources=graph.sources,
+            sources={op.name: source_of(graph.origins, op.name) for op in graph.model.graph[0].op},
         )
     return graph
 
 
 def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
     """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
-    folded = fold_weights(simplify(lower_einsum(captured)), lambda n: n.startswith("p."))
+    folded = fold_piece(captured)
     made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     infer_shapes(made.model)
-    return make_piece(made.model, inputs, outputs, folded.weights, made.sources, prototypes)
-
-
-def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:
-    """Path in the parameter tree of a piece's `p.` input: `p.kda.query` in layer 3 is `layers.3.kda.query`."""
-    path = name.removeprefix("p.")
-    if path == "head" and config.tied:
-        path = "embed"
-    return f"{prefix}.{path}" if prefix else path
+    origins: Origins = {"lines": made.sources, "values": made.edges}
+    return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
 
 
 def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Graph:
@@ -196,7 +194,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Gra
         where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
         out = assembly.stamp(piece, where, bind)
         x = out.get("x", "")
-    return Graph(b, assembly.finish(out), weights, assembly.sources)
+    return Graph(b, assembly.finish(out), weights, {name: piece.origins for name, piece in pieces.items()})
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------
@@ -300,7 +298,7 @@ def compile_bundle(
     with clock.step("write"):
         files = {f"{bundle.GRAPHS}/{g.bucket.name}.air": air.to_bytes(g.model) for g in graphs}
         files[bundle.WEIGHTS] = bundle.dump(plan)
-        files[bundle.SOURCES] = bundle.dump({g.bucket.name: g.sources for g in graphs})
+        files[bundle.SOURCES] = bundle.dump({g.bucket.name: g.origins for g in graphs})
         if checkpoint is not None:
             files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
         manifest = make_manifest(request, host, graphs, files)
@@ -320,8 +318,11 @@ def compile_bundle(
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from . import air
 from .bundle import SOURCES, Bundle, open_bundle, read_json
 from .ge_proto import GraphDef, OpDef, data_edges, dtype_of, get_attr, is_known, shape_of
+from .origins import Origins, source_of
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Nodes:
 
     name: str
     graph: GraphDef
-    sources: dict[str, str]
+    origins: dict[str, Origins]
 
     @property
     def summary(self) -> str:
@@ -92,7 +93,7 @@ class Nodes:
         results = ", ".join(_desc(d) for d in op.output_desc if is_known(d))
         inputs = ", ".join(edge.removesuffix(":0") or "-" for edge in data_edges(op))
         attrs = " ".join(f"{k}={v}" for k, v in sorted(self._attrs(op).items()))
-        source = self.sources.get(op.name, "")
+        source = source_of(self.origins, op.name)
         return f"{op.name}: {op.type}({inputs}) -> {results}  {attrs}".rstrip() + (f"  # {source}" if source else "")
 
     @staticmethod
@@ -107,7 +108,7 @@ class Nodes:
                 "inputs": data_edges(op),
                 "outputs": [_desc(d) for d in op.output_desc if is_known(d)],
                 "attributes": {k: v for k, v in self._attrs(op).items() if isinstance(v, (bool, int, float, str, list))},
-                "source": self.sources.get(op.name, ""),
+                "source": source_of(self.origins, op.name),
             }
             for op in self.graph.op
         ]

@@ -17,6 +17,7 @@ from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Block
 
 from .capture import Captured, capture
+from .passes import Folded, fold_weights, lower_einsum, simplify
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +100,19 @@ def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:
             pieces[ffn] = _capture_feed(c, layer, params.layers[i], x)
     pieces["head"] = _capture_head(c, params, x, batch, b)
     return pieces
+
+
+def fold_piece(captured: Captured) -> Folded:
+    """The passes between capture and conversion."""
+    return fold_weights(simplify(lower_einsum(captured)), lambda name: name.startswith("p."))
+
+
+def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:
+    """Path in the parameter tree of a piece's `p.` input: `p.kda.query` in layer 3 is `layers.3.kda.query`."""
+    path = name.removeprefix("p.")
+    if path == "head" and config.tied:
+        path = "embed"
+    return f"{prefix}.{path}" if prefix else path
 
 
 def _capture_embed(params: decoder.Decoder[Tensor], b: Bucket) -> Captured:

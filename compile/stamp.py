@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .ge_proto import ModelDef, OpDef, set_attr, split_edge
+from .origins import Origins
 from .prototypes import Prototypes
 from .recipe import Step
 
@@ -22,14 +23,14 @@ class Piece:
         ops: its nodes without NetOutput; inputs are Data, states RefData.
         inputs: dotted name of each Data and RefData node. outputs: edge of each output that is not a state.
         weights: for each `p.` input, the parameter it is made of and the recipe steps.
-        sources: source line of each node.
+        origins: source line of each node, traced value of each edge.
     """
 
     ops: tuple[OpDef, ...]
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     weights: Mapping[str, tuple[str, tuple[Step, ...]]]
-    sources: Mapping[str, str]
+    origins: Origins
 
 
 def alias_states(
@@ -68,7 +69,7 @@ def make_piece(
     inputs: Mapping[str, str],
     outputs: Mapping[str, str],
     weights: Mapping[str, tuple[str, tuple[Step, ...]]],
-    sources: Mapping[str, str],
+    origins: Origins,
     prototypes: Prototypes,
 ) -> Piece:
     """A piece of a converted graph whose states are in place: views of views shortened, nothing dead.
@@ -85,7 +86,13 @@ def make_piece(
         inputs={node: name for node, name in inputs.items() if node in alive},
         outputs=outputs,
         weights=weights,
-        sources=sources,
+        origins=Origins(
+            lines={node: line for node, line in origins["lines"].items() if node in alive},
+            values={
+                call: [edge if split_edge(edge)[0] in alive else "" for edge in edges]
+                for call, edges in origins["values"].items()
+            },
+        ),
     )
 
 
@@ -143,7 +150,6 @@ class Assembly:
     name: str
     inputs: dict[str, OpDef] = field(default_factory=dict)
     body: list[OpDef] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)
 
     def input(self, name: str, like: OpDef) -> str:
         """The edge of the graph input `name`, a copy of `like` when it is new."""
@@ -172,7 +178,6 @@ class Assembly:
             copy.name = prefix + op.name
             copy.input[:] = [edges[e] if e in edges else prefix + e for e in op.input]
             self.body.append(copy)
-            self.sources[copy.name] = piece.sources.get(op.name, "")
         return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}
 
     def finish(self, outputs: Mapping[str, str]) -> ModelDef:

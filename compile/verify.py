@@ -249,7 +249,7 @@ class GraphSide:
             for s in bundle.manifest["state"]["states"]
         }
 
-    def step(self, step: Step, selections: Selections) -> Tensor:
+    def step(self, step: Step, selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
         executor = self.graphs[step.phase]
         given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)}
@@ -258,7 +258,8 @@ class GraphSide:
         if missing:
             raise BundleError(f"graph {step.phase}: nobody knows what its input {missing[0]!r} is.")
         states = {name: self.states[name] for name in executor.states}
-        ran = executor.run({name: given[name] for name in executor.inputs}, states, self.mode, selections=selections)
+        inputs = {name: given[name] for name in executor.inputs}
+        ran = executor.run(inputs, states, self.mode, selections=selections, observe=observe)
         self.states |= ran.states
         return ran.outputs[0]
 
@@ -412,5 +413,6 @@ def verify_bundle(
     if bisect and not report.passed:
         from .bisect import first_difference
 
-        report.difference = first_difference(bundle, config, find_checkpoint(bundle, checkpoint), steps, seed)
+        params = load_params(find_checkpoint(bundle, checkpoint), config, dtype=torch.float64)
+        report.difference = first_difference(bundle, config, params, list(script(bundle, config, steps, seed)))
     return report

@@ -102,9 +102,6 @@ def kda_chunk(
             news = beta[row, t, :, None] * (vt - (state * kt[:, None]).sum(-1))
             state = state + news[..., None] * kt[:, None]
             o[row, t] = (state * (qt * scale)[:, None]).sum(-1).to(o.dtype)
-        if int(counts[row]) < tokens:  # rows past the count are padding; they read what is there
-            qs = at_least_f32(q[row, int(counts[row]) :]) * scale
-            o[row, int(counts[row]) :] = torch.einsum("thk,hvk->thv", qs, state).to(o.dtype)
         ends.append(state)
     for row in range(batch):
         memory[int(slots[row])] = ends[row].to(memory.dtype)

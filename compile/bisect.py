@@ -1,0 +1,136 @@
+"""`verify --bisect`: the first node of a bundle's graphs whose value is not the model's.
+
+The model is traced again, piece by piece, as compile did, and each traced call is evaluated in float64 beside the GE node
+that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from kimi_graph import tree
+from kimi_graph.config import ModelConfig
+
+from . import recipe
+from .bundle import SOURCES, Bundle, read_json
+from .executor import Node, Selections
+from .origins import Origins, source_of
+from .passes import Folded
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, schedule
+from .verify import EXACT_TOLERANCE, GraphSide, ModelSide, Step, largest
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A node that differs, or the place of one where the graph has other nodes than a compile makes."""
+
+    graph: str
+    node: str
+    type: str
+    source: str
+    error: float
+
+    def __str__(self) -> str:
+        return (
+            f"first difference: {self.graph}: {self.node} ({self.type}), from {self.source or 'an unknown line'}: "
+            f"off by {self.error:.1e} of scale, while everything it reads agrees"
+        )
+
+
+class _Exact(fx.Interpreter):
+    """Evaluates a traced piece in float64: casts between floats do nothing. Yields values by call name."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[str, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op == "call_function":
+            self.values[n.name] = value
+        return value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten._to_copy.default and args[0].is_floating_point():
+            if kwargs.get("dtype") is None or kwargs["dtype"].is_floating_point:
+                return args[0]
+        if target is torch.ops.aten.view.default:  # of a permuted value too: GE tensors have no strides
+            return args[0].reshape(args[1])
+        return super().call_function(target, args, kwargs)
+
+
+def bucket_of(bundle: Bundle, entry: dict[str, Any]) -> Bucket:
+    """The bucket a graph of a bundle was made for."""
+    s = bundle.manifest["state"]
+    return Bucket(
+        phase=entry["phase"],
+        rows=entry["rows"],
+        tokens=entry["tokens"],
+        page=s["page_tokens"],
+        pages=s["pages"],
+        sequence_pages=s["pages_per_sequence"],
+        slots=s["slots"],
+    )
+
+
+def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: list[Step]) -> str:
+    """A line that names the first node that differs, or says that none was found."""
+    model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, params, "exact")
+    file = bundle.folder / SOURCES
+    origins = read_json(file) if file.is_file() else {}
+    for step in steps:
+        if step.phase in side.graphs:
+            entry = bundle.graph(step.phase)
+            side.take(model.named_states())
+            seen: dict[str, tuple[str, Tensor]] = {}
+
+            def observe(node: Node, outputs: tuple[Tensor, ...], seen: dict[str, tuple[str, Tensor]] = seen) -> None:
+                seen.update({f"{node.name}:{i}": (node.type, x.clone()) for i, x in enumerate(outputs)})
+
+            side.step(step, Selections(), observe)
+            known = origins.get(entry["name"], {})
+            traced = _traced(config, bucket_of(bundle, entry), model, step, known)
+            for edge, value in traced:
+                name = edge.rpartition(":")[0]
+                if edge not in seen:
+                    return str(Difference(entry["name"], name, "missing", source_of(known, name), float("inf")))
+                kind, mine = seen[edge]
+                error = largest(mine.reshape(value.shape), value) if mine.numel() == value.numel() else float("inf")
+                if not error <= EXACT_TOLERANCE:
+                    return str(Difference(entry["name"], name, kind, source_of(known, name), error))
+        model.step(step)
+    return "no single node differs: every traced value is the model's (is sources.json of this bundle missing?)"
+
+
+def _traced(
+    config: ModelConfig, bucket: Bucket, model: ModelSide, step: Step, origins: dict[str, Origins]
+) -> Iterator[tuple[str, Tensor]]:
+    """Edges of the graph and the values they should have, in order."""
+    pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
+    params, states = dict(tree.items(model.params)), model.named_states()
+    given = {f"batch.{name}": value for name, value in tree.items(step.batch)} | {"tokens": step.tokens}
+    for use in schedule(config):
+        piece = pieces[use.piece]
+
+        def value(name: str, piece: Folded = piece, prefix: str = use.prefix, kind: str = use.piece) -> Tensor:
+            if name.startswith("p."):
+                parameter, steps = piece.weights[name]
+                return recipe.apply(steps, params[parameter_path(config, parameter, prefix)])
+            if name.startswith("s."):
+                return states[f"s.{prefix}.{kind}.{name.removeprefix('s.')}"]
+            return given[name]
+
+        run = _Exact(piece.captured.module)
+        with torch.no_grad():
+            out = run.run(*map(value, piece.captured.inputs))
+        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
+        edges_of = origins[use.piece]["values"] if use.piece in origins else {}
+        for call, results in run.values.items():
+            edges = edges_of.get(call, [])
+            for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
+                if edge and isinstance(result, Tensor) and result.is_floating_point():
+                    yield where + edge, result
+        given["x"] = out[0]
