@@ -17,10 +17,12 @@ LARGE = 1 << 15  # elements of a weight that are worth a second thread
 def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
     """`torch.einsum(equation, x, y)`; whoever follows torch's functions (capture, a sharded value) sees just that."""
     summed = _trailing(equation)
-    if not summed or has_torch_function((x, y)) or x.shape[:-summed].numel() > FEW:
-        return torch.einsum(equation, x, y)
-    rows = x.flatten(-summed)
-    return few_rows(rows.flatten(0, -2), y.flatten(-summed).flatten(0, -2)).view(*x.shape[:-summed], *y.shape[:-summed])
+    if summed and not has_torch_function((x, y)):
+        lead, width = x.shape[:-summed], x.shape[-summed:].numel()
+        rows = lead.numel()
+        if rows <= FEW:
+            return few_rows(x.reshape(rows, width), y.reshape(-1, width)).view(lead + y.shape[:-summed])
+    return torch.einsum(equation, x, y)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -36,8 +38,15 @@ def _trailing(equation: str) -> int:
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
     """`[M, D]` times `[F, D]` transposed, for small M: the weight's rows are shared out among the threads."""
-    threads, (size, width) = torch.get_num_threads(), weight.shape
-    if x.dtype.itemsize < 4 or size % threads or size * width < LARGE or x.device.type != "cpu":
+    ways, (rows, width), size = shares(weight), x.shape, len(weight)
+    if ways == 1:
         return F.linear(x, weight)
-    y = torch.bmm(x.expand(threads, *x.shape), weight.view(threads, -1, width).mT)
-    return y.transpose(0, 1).reshape(len(x), size)
+    y = torch.bmm(x.expand(ways, rows, width), weight.view(ways, -1, width).mT)
+    return y.transpose(0, 1).reshape(rows, size)
+
+
+def shares(weight: Tensor) -> int:
+    """How many threads should share the rows of a `[F, D]` weight that meets few rows."""
+    ways, (size, width) = torch.get_num_threads(), weight.shape[-2:]
+    worth = weight.dtype.itemsize >= 4 and size * width >= LARGE and size % ways == 0 and weight.device.type == "cpu"
+    return ways if worth else 1

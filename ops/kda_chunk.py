@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator, recorded
-from .short_conv import put_rows
+from .short_conv import put_rows, state_rows
 
 CHUNK = 64  # tokens; 32 to 128 measure alike
 GROUP_BYTES = 2 << 20  # of the rows of chunks worked on together: they and their temporaries stay in cache
@@ -46,8 +46,8 @@ def kda_chunk(
 
     Source: Kimi Linear (arXiv:2510.26692), chunkwise form; fact sheet of models 3.3.
     """
-    state = torch.where((lengths > counts)[:, None, None, None], memory[slots.long()], 0)
-    state = (state.double() if q.dtype == torch.float64 else state.float()).flatten(0, 1)
+    state = state_rows(memory, slots, lengths, counts).flatten(0, 1)
+    state = state.double() if q.dtype == torch.float64 else state.float()
     (rows, tokens, heads, key), shortest, longest = q.shape, int(counts.min()), int(counts.max())
     chunk = min(CHUNK, 1 << (longest - 1).bit_length()) if longest else 1
     step = chunk * max(1, GROUP_BYTES // (rows * heads * chunk * 2 * key * 4))

@@ -27,7 +27,7 @@ def kda_step(
     rows, _, heads, key = q.shape
     q32, k32, decay32 = (at_least_f32(x).reshape(rows * heads, 1, key) for x in (q, k, decay))
     v32, beta32 = at_least_f32(v).reshape(rows * heads, 1, -1), at_least_f32(beta).reshape(-1, 1, 1)
-    kept = memory[slots.long()].flatten(0, 1) * decay32.exp()
+    kept = memory.index_select(0, slots).flatten(0, 1) * decay32.exp()
     news = beta32 * (v32 - torch.bmm(k32, kept.mT))
     new = torch.baddbmm(kept, news.mT, k32)
     o = torch.bmm(q32 * scale, new.mT)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator, recorded
-from .contract import FEW, few_rows
+from .contract import FEW, few_rows, shares
 
 
 @operator(sharding="n e, e -> n k, n k", whole="ek")
@@ -51,6 +51,8 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
     Returns:
         rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k; group sizes `[E]` int64.
     """
+    if chosen.numel() <= 4 * FEW:
+        return _dispatch_few(x, chosen, experts)
     flat = chosen.flatten().long()
     order = torch.sort(flat, dim=0, stable=True).indices
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=x.device))
@@ -58,6 +60,24 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
         x.index_select(0, order // chosen.shape[1]),
         place.int(),
         torch.bincount(flat, minlength=experts)[:experts],
+    )
+
+
+def _dispatch_few(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, sorted by Python: quicker for a decode step's handful of rows."""
+    flat = chosen.flatten().tolist()
+    order = sorted(range(len(flat)), key=flat.__getitem__)
+    place, sizes = [0] * len(flat), [0] * experts
+    for to, copy in enumerate(order):
+        place[copy] = to
+        if flat[copy] < experts:
+            sizes[flat[copy]] += 1
+    return (
+        x.index_select(
+            0, torch.tensor([copy // chosen.shape[1] for copy in order], dtype=torch.int64, device=x.device)
+        ),
+        torch.tensor(place, dtype=torch.int32, device=x.device),
+        torch.tensor(sizes, dtype=torch.int64, device=x.device),
     )
 
 
@@ -96,13 +116,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
         sizes = group_sizes.tolist()
         parts = [few_rows(part, w) for part, w in zip(x[: sum(sizes)].split(sizes), weight, strict=True) if len(part)]
         return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), weight.shape[1])])
-    y, start = x.new_empty(len(x), weight.shape[1]), 0
+    groups, features, width = weight.shape
+    ways, start = shares(weight), 0
+    shared = weight.view(groups, ways, features // ways, width).mT
+    y = x.new_empty(len(x), features)
     for group, size in enumerate(group_sizes.tolist()):
-        if size > FEW:
-            torch.mm(x[start : start + size], weight[group].t(), out=y[start : start + size])
-        elif size:
-            y[start : start + size] = few_rows(x[start : start + size], weight[group])
-        start += size
+        if size:
+            some, out = x[start : start + size], y[start : start + size]
+            if size > FEW or ways == 1:
+                torch.mm(some, weight[group].t(), out=out)
+            else:
+                torch.bmm(some.expand(ways, size, width), shared[group], out=out.view(size, ways, -1).transpose(0, 1))
+            start += size
     y[start:] = 0
     return y
 

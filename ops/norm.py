@@ -1,6 +1,7 @@
 """Norms over the last dimension: RMSNorm, RMSNorm with a sigmoid gate, L2 norm. Statistics in float32."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
@@ -15,8 +16,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
 
     def norm(x: Tensor) -> Tensor:
-        x32 = at_least_f32(x)
-        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+        if x.dtype.itemsize >= 4:
+            return F.rms_norm(x, x.shape[-1:], weight, eps)
+        return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * weight
 
     return by_rows(norm, x)
 
@@ -40,8 +42,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """
 
     def norm(x: Tensor, gate: Tensor) -> Tensor:
-        x32 = at_least_f32(x)
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight
+        normed = F.rms_norm(at_least_f32(x), x.shape[-1:], at_least_f32(weight), eps)
         return (normed * torch.sigmoid(at_least_f32(gate))).to(x.dtype)
 
     return by_rows(norm, x, gate)

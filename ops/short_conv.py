@@ -22,12 +22,13 @@ def short_conv(
     Returns:
         `[B, T, H, K]`, and the windows, in which the rows' slots hold the last W - 1 inputs before the padding.
     """
-    started = (lengths > counts)[:, None, None, None]
-    before = torch.where(started, window[slots.long()], 0).to(x.dtype)
+    before = state_rows(window, slots, lengths, counts).to(x.dtype)
     if x.shape[1] == 1:
         inputs = torch.cat([before, x[:, 0, :, :, None]], -1)
         y = F.silu((at_least_f32(inputs) * at_least_f32(weight)).sum(-1)).to(x.dtype)[:, None]
-        last = torch.where((counts > 0)[:, None, None, None], inputs[..., 1:], before)
+        last = inputs[..., 1:]
+        if 0 in counts.tolist():
+            last = torch.where((counts > 0)[:, None, None, None], last, before)
     else:
         inputs = torch.cat([before.permute(0, 3, 1, 2), x], 1)
         y = _convolve(inputs, at_least_f32(weight))
@@ -55,6 +56,15 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
 @short_conv.fake
 def _(x, weight, window, slots, lengths, counts):
     return torch.empty_like(x), torch.empty_like(window)
+
+
+def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    """The rows' slots of a state, zeros where a sequence starts (whatever the slot holds)."""
+    rows = state.index_select(0, slots)
+    starts = [length <= count for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
+    if any(starts):
+        rows = rows.masked_fill(torch.tensor(starts, device=rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)
+    return rows
 
 
 def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
