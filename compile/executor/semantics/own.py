@@ -79,7 +79,7 @@ def kda_chunk(
     lengths: Tensor,
     counts: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    batch, tokens, heads, keys = k.shape
+    batch, _, heads, keys = k.shape
     width, scale = v.shape[-1], op.need("scale", float)
     op.same_dtype(q, k, v)
     op.of_dtype(torch.float32, decay=decay, beta=beta, memory=memory)

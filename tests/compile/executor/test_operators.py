@@ -455,6 +455,12 @@ def test_every_operator_type_is_tested():
     assert {c.type for c in CASES} | OTHERS == set(SEMANTICS)
 
 
+def test_padding_is_what_its_published_example_shows(build):
+    x = build.source("x", torch.tensor([[20.0, 20.0, 10.0, 10.0]]))  # of torch_npu's document of npu_pad
+    build.result(*build.node("PadV3", {"x": x, "paddings": build.const([1, 1, 1, 1])}, attrs={"mode": "constant"}))
+    assert build.run().outputs[0].tolist() == [[0.0] * 6, [0, 20, 20, 10, 10, 0], [0.0] * 6]
+
+
 def test_operators_of_two_inputs_do_not_promote(build):
     x1, x2 = build.source("a", floats(3)), build.source("b", floats(3, dtype=F32))
     build.result(*build.node("Add", {"x1": x1, "x2": x2}, name="sum"))
