@@ -6,12 +6,17 @@ clearing: it starts from zero because `lengths == counts`, whatever its slot hel
 Axes: B sequences (rows), T new tokens of a row, S slots, H heads, V value, K key, P pages, L latent, R rope channels.
 """
 
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from kimi_graph import tree
+from kimi_graph.errors import ConfigError
+from kimi_graph.spec import ParamSpec
 from kimi_graph.tree import Leaf, param_tree
+
+T = TypeVar("T")
 
 
 @param_tree
@@ -75,3 +80,33 @@ def step_batch(
     return Batch(
         slots=slots, lengths=before + counts, counts=counts, block_table=block_table, slot_mapping=mapping.reshape(-1)
     )
+
+
+def row_batch(rows: int, tokens: int, *, before: int = 0, room: int | None = None, device: Any = None) -> Batch[Tensor]:
+    """The `Batch` of full rows in the plainest layout: row i owns slot i + 1 and page i + 1.
+
+    Args:
+        before: tokens every sequence holds already.
+        room: tokens a sequence can hold, which is the page size; by default just these.
+    """
+    own = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    held, counts = torch.tensor([[before], [tokens]], device=device).expand(2, rows)
+    return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens)
+
+
+def zero_state(specs: T, like: Tensor) -> T:
+    """An empty state on the device of `like`; float64 where `like` is."""
+
+    def zeros(spec: ParamSpec) -> Tensor:
+        return like.new_zeros(spec.shape, dtype=like.dtype if like.dtype == torch.float64 else spec.dtype)
+
+    return tree.map(zeros, specs)
+
+
+def new_rows(layer: str, given: tuple[Any, Any], specs: T, x: Tensor) -> tuple[T, Batch[Tensor]]:
+    """State and batch of sequences that start with `x`, for a layer called with neither."""
+    if given != (None, None):
+        raise ConfigError(
+            f"{layer}: `state` or `batch` without the other; give both, or neither to start new sequences."
+        )
+    return zero_state(specs, x), row_batch(*x.shape[:2], device=x.device)

@@ -16,7 +16,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, KdaState
+from .batch import Batch, KdaState, new_rows
 
 
 @param_tree
@@ -93,19 +93,23 @@ def kda(
     p: Kda[Tensor],
     c: KdaConfig,
     x_BTD: Tensor,
-    state: KdaState[Tensor],
-    batch: Batch[Tensor],
-    eps: float,
+    state: KdaState[Tensor] | None = None,
+    batch: Batch[Tensor] | None = None,
+    eps: float = 1e-5,
     *,
-    step: bool,
+    step: bool = False,
 ) -> tuple[Tensor, KdaState[Tensor]]:
     """Mix tokens through the memory: `[B, T, D]` -> `[B, T, D]` and the next state.
 
     Args:
+        state, batch: what the sequences have seen and where they stand; without both, B sequences start here.
         eps: epsilon of the output norm.
         step: one token a row (T = 1) by the one-step recurrence; else chunkwise, from zero where the row's sequence
             starts in this call.
     """
+    if state is None or batch is None:
+        specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)
+        state, batch = new_rows("kda", (state, batch), specs, x_BTD)
     width = (batch.slots, batch.lengths, batch.counts)
     q_BTHK, query = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
     k_BTHK, key = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)

@@ -16,7 +16,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState
+from .batch import Batch, MlaState, new_rows
 
 LATENT_EPS = 1e-6  # released code builds this norm with its class default, not with rms_norm_eps
 
@@ -56,12 +56,25 @@ def mla_state_specs(c: MlaConfig, pages: int, page: int, dtype: torch.dtype) -> 
 
 
 def mla(
-    p: Mla[Tensor], c: MlaConfig, x_BTD: Tensor, state: MlaState[Tensor], batch: Batch[Tensor], *, step: bool
+    p: Mla[Tensor],
+    c: MlaConfig,
+    x_BTD: Tensor,
+    state: MlaState[Tensor] | None = None,
+    batch: Batch[Tensor] | None = None,
+    *,
+    step: bool = False,
 ) -> tuple[Tensor, MlaState[Tensor]]:
     """Attend causally over the cache and the new tokens: `[B, T, D]` -> `[B, T, D]` and the next cache.
 
-    `step`: one token a row, absorbed form (queries go into the latent space); else the expanded form. Same result.
+    Args:
+        state, batch: what the sequences have seen and where they stand; without both, B sequences start here, in a
+            cache with room for just these tokens.
+        step: one token a row, absorbed form (queries go into the latent space); else the expanded form. Same result.
     """
+    if state is None or batch is None:
+        rows, tokens, _ = x_BTD.shape
+        specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
+        state, batch = new_rows("mla", (state, batch), specs, x_BTD)
     q_BTHK = contract("btd,hkd->bthk", x_BTD, p.query)
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], q_BTHK[..., c.key_nope :]
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)

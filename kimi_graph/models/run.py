@@ -140,9 +140,9 @@ def _run(
 ) -> tuple[Tensor, State[Tensor], dict[str, Tensor]]:
     _check(config, tokens, state, counts, "decode" if step else "prefill")
     state = _adopt(config, params, state)
-    batch: Batch[Tensor] = step_batch(
-        state.block_table, state.slots, state.lengths, counts, tokens.shape[1], state.page
-    )
+    pages = -(-int((state.lengths + counts).max()) // state.page)  # of the longest sequence: no layer looks further
+    table = state.block_table[:, : max(1, pages)]
+    batch: Batch[Tensor] = step_batch(table, state.slots, state.lengths, counts, tokens.shape[1], state.page)
     with donating() if donate else contextlib.nullcontext(), collect(taps or ()) as found:
         logits, after = forward(params, config, tokens, state.layers, batch, step=step, last_only=last_only)
     return logits, tree.replace(state, layers=after, lengths=batch.lengths), found
