@@ -1,6 +1,8 @@
 """Reading and writing `.air` files: a `ModelDef` as bytes, in the form GE's own `Graph::SaveToFile` gives it.
 
-The same model is always the same bytes. The form on disk differs from the one in memory in ways GE expects:
+The same model is always the same bytes (under protobuf's compiled implementation, which its wheels carry; the pure
+Python one orders a name and its prefix the other way round). The form on disk differs from the one in memory in ways
+GE expects:
 
 * descriptions have no name; ops keep the names of inputs and outputs in attributes, sorted by name;
 * every description says its format and origin format as numbers, and which device it is on;

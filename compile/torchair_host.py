@@ -88,7 +88,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Files to import from."""
 
     version: str
@@ -177,7 +177,7 @@ def _check_free() -> None:
 # ---- finding the files -----------------------------------------------------------------------------------------------
 
 
-def find(wheel: str | Path | None, cache: Path, announce: Callable[[str], None] = tell) -> _Source:
+def find(wheel: str | Path | None, cache: Path, announce: Callable[[str], None] = tell) -> Source:
     """Where torchair's files are, fetching them if there is no other way. See `load`."""
     if wheel is not None:
         return _unpack(Path(wheel), cache, f"wheel {wheel}")
@@ -187,10 +187,10 @@ def find(wheel: str | Path | None, cache: Path, announce: Callable[[str], None] 
     root = _place(cache, VERSION, SHA256)
     if not root.is_dir():
         root = _fetch(cache, announce)
-    return _Source(VERSION, f"cache {cache}", root, SHA256)
+    return Source(VERSION, f"cache {cache}", root, SHA256)
 
 
-def _installed() -> _Source | None:
+def _installed() -> Source | None:
     try:
         distribution = importlib.metadata.distribution("torch-npu")
     except importlib.metadata.PackageNotFoundError:
@@ -198,7 +198,7 @@ def _installed() -> _Source | None:
     root = Path(str(distribution.locate_file(_FOLDER)))
     if not root.is_dir():
         return None
-    return _Source(distribution.version, "installed, not imported", root, _digest(_python_files(root)))
+    return Source(distribution.version, "installed, not imported", root, _digest(_python_files(root)))
 
 
 def _fetch(cache: Path, announce: Callable[[str], None]) -> Path:
@@ -236,7 +236,7 @@ def download(version: str, folder: Path) -> Path:
     return wheels[0]
 
 
-def _unpack(wheel: Path, cache: Path, origin: str) -> _Source:
+def _unpack(wheel: Path, cache: Path, origin: str) -> Source:
     """Unpack torchair's Python files and the licence into the cache, unless they are there."""
     version, files = _read_wheel(wheel)
     digest = _digest(files)
@@ -252,7 +252,7 @@ def _unpack(wheel: Path, cache: Path, origin: str) -> _Source:
                 (folder / "torchair").rename(root)
     if not root.is_dir():
         raise CompileError(f"{root}: torchair could not be unpacked there. Choose another cache folder.")
-    return _Source(version, origin, root, digest)
+    return Source(version, origin, root, digest)
 
 
 def _place(cache: Path, version: str, digest: str) -> Path:
@@ -319,7 +319,7 @@ def _write_bytecode(root: Path, announce: Callable[[str], None]) -> None:
         compileall.compile_dir(root, quiet=2)  # where the folder cannot be written, importing is slow
 
 
-def _import(source: _Source) -> dict[str, ModuleType]:
+def _import(source: Source) -> dict[str, ModuleType]:
     """The modules, or none of them in sys.modules when one fails."""
     sys.modules["torchair"] = _shell(source.root)
     sys.modules[_NATIVE] = _stand_in()
