@@ -1,7 +1,7 @@
 """What a layer may say about placement; it never names a device. Without a mesh all of it is the identity.
 
-`constrain` and `shard_map` are for global values, `local_ids` and `summand` for the body of a `shard_map`. A sharded value
-is not a tensor; it answers `__torch_function__`, and so do the local values a body gets.
+`constrain` and `shard_map` are for global values, `local_ids` and `summand` for the body of a `shard_map`. A sharded
+value is not a tensor; it answers `__torch_function__`, and so do the local values a body gets.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ def constrain(x: X, *axes: str | None) -> X:
     return handle_torch_function(constrain, (x,), x, *axes) if _answers(x) else x
 
 
-def shard_map(f: Callable[..., Any], in_axes: tuple[Axes, ...], out_axes: tuple[Axes, ...] | Axes) -> Callable[..., Any]:
+def shard_map(
+    f: Callable[..., Any], in_axes: tuple[Axes, ...], out_axes: tuple[Axes, ...] | Axes
+) -> Callable[..., Any]:
     """Run `f` on each device's shards: for the few distributed algorithms a layer writes by hand.
 
     Args:
@@ -54,5 +56,8 @@ def local_ids(ids: X, axis: str, count: int) -> X:
 
 
 def summand(x: X, *axes: str) -> X:
-    """The result of a body, of which each device along these logical axes has a summand. The sum is taken where it is needed."""
+    """The result of a body, of which each device along these logical axes has a summand.
+
+    The sum is taken before its first use that is not linear.
+    """
     return handle_torch_function(summand, (x,), x, *axes) if _answers(x) else x

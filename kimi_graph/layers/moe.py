@@ -50,8 +50,8 @@ def moe_specs(c: MoeConfig, embed: int) -> Moe[ParamSpec]:
 def experts(x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor, gate_up_EGFD: Tensor, down_EDF: Tensor) -> Tensor:
     """Every row through its K experts, and their weighted sum: `[N, D]`. The body of a `shard_map`.
 
-    `chosen_NK` are ids among all experts. A device that has some of them gives their part of the sum; it needs every row
-    they may get, so rows may not be split over the mesh axes that split experts.
+    `chosen_NK` are ids among all experts. A device that has some of them gives their part of the sum. It needs every
+    row they may get, so rows may not be split over the mesh axes that split experts.
     """
     count = gate_up_EGFD.shape[0]
     x_MD, row, group_sizes = ops.moe_dispatch(x_ND, local_ids(chosen_NK, "experts", count), count)
