@@ -103,7 +103,8 @@ def their_model(named: dict[str, Tensor], dtype: torch.dtype) -> torch.nn.Module
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
     keep = {k: v for k, v in CONFIG.items() if k not in ("architectures", "model_type", "dtype")}
-    model = KimiLinearForCausalLM(KimiLinearConfig(**keep)).to(dtype).eval()
+    model: torch.nn.Module = KimiLinearForCausalLM(KimiLinearConfig(**keep))
+    model = model.to(dtype).eval()
     theirs = dict(named)
     for i in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{i}.self_attn."

@@ -129,7 +129,7 @@ def latent_attention(
         parts = [slice(i, i + size) for i in range(0, length, size)] if latent.dtype.itemsize < 4 else [slice(None)]
         scores = [torch.addmm(q_r @ at_least_f32(rope[part]).mT, q, at_least_f32(latent[part]).mT) for part in parts]
         weights = torch.cat(scores, -1).softmax(-1)
-        o = sum(weights[:, part] @ at_least_f32(latent[part]) for part in parts)
+        o = torch.stack([weights[:, part] @ at_least_f32(latent[part]) for part in parts]).sum(0)
         outs.append(o.to(q_latent.dtype)[None])
     return torch.stack(outs)
 

@@ -58,7 +58,7 @@ def kda_chunk(
         if shortest < start + size:  # what padding holds must not matter: without decay or write it changes nothing
             padding = torch.arange(start, start + size, device=q.device) >= counts[:, None]
             part = [x.masked_fill(padding.view(*padding.shape, *[1] * (x.ndim - 2)), 0) for x in part]
-        o, state = _group(*(_chunked(x, chunk) for x in part), state, scale)
+        o, state = _group([_chunked(x, chunk) for x in part], state, scale)
         outs.append(o[:, :size].to(v.dtype))
     if longest < tokens:
         outs.append(v.new_zeros(rows, tokens - longest, *v.shape[2:]))
@@ -74,10 +74,9 @@ def _chunked(x: Tensor, chunk: int) -> Tensor:
     return x.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, *range(4, x.ndim + 1))
 
 
-def _group(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def _group(inputs: list[Tensor], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Some chunks in order: what a chunk knows of itself, all at once; then the scan over the state `[B * H, V, K]`."""
+    q, k, v, decay, beta = inputs
     (chunks, rows, heads, chunk, key), value = q.shape, v.shape[-1]
     flat = (chunks * rows * heads, chunk)
     reads = torch.stack([q, k * -beta[..., None]], 4).view(*flat, 2, key)

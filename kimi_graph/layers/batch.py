@@ -6,7 +6,7 @@ clearing: it starts from zero because `lengths == counts`, whatever its slot hel
 Axes: B sequences (rows), T new tokens of a row, S slots, H heads, V value, K key, P pages, L latent, R rope channels.
 """
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -15,8 +15,6 @@ from kimi_graph import tree
 from kimi_graph.errors import ConfigError
 from kimi_graph.spec import ParamSpec
 from kimi_graph.tree import Leaf, param_tree
-
-T = TypeVar("T")
 
 
 @param_tree
@@ -94,7 +92,7 @@ def row_batch(rows: int, tokens: int, *, before: int = 0, room: int | None = Non
     return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens)
 
 
-def zero_state(specs: T, like: Tensor) -> T:
+def zero_state(specs: Any, like: Tensor) -> Any:
     """An empty state on the device of `like`; float64 where `like` is."""
 
     def zeros(spec: ParamSpec) -> Tensor:
@@ -103,7 +101,7 @@ def zero_state(specs: T, like: Tensor) -> T:
     return tree.map(zeros, specs)
 
 
-def new_rows(layer: str, given: tuple[Any, Any], specs: T, x: Tensor) -> tuple[T, Batch[Tensor]]:
+def new_rows(layer: str, given: tuple[Any, Any], specs: Any, x: Tensor) -> tuple[Any, Batch[Tensor]]:
     """State and batch of sequences that start with `x`, for a layer called with neither."""
     if given != (None, None):
         raise ConfigError(

@@ -109,7 +109,8 @@ def kda(
     """
     if state is None or batch is None:
         specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)
-        state, batch = new_rows("kda", (state, batch), specs, x_BTD)
+        new: tuple[KdaState[Tensor], Batch[Tensor]] = new_rows("kda", (state, batch), specs, x_BTD)
+        state, batch = new
     width = (batch.slots, batch.lengths, batch.counts)
     q_BTHK, query = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
     k_BTHK, key = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)

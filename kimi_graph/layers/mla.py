@@ -74,7 +74,8 @@ def mla(
     if state is None or batch is None:
         rows, tokens, _ = x_BTD.shape
         specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
-        state, batch = new_rows("mla", (state, batch), specs, x_BTD)
+        new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD)
+        state, batch = new
     q_BTHK = contract("btd,hkd->bthk", x_BTD, p.query)
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], q_BTHK[..., c.key_nope :]
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
