@@ -183,7 +183,7 @@ def edges_exist(graph: View, claims: Claims) -> Iterator[Finding]:
         for name in node.after:
             if name not in graph.by_name:
                 yield Finding(node.name, "edge", f"control edge from {name!r}", "a node of this graph")
-        if len(node.inputs) != len(node.ins) and not (node.type in INPUTS and not node.inputs):
+        if len(node.inputs) != len(node.ins) and node.type not in INPUTS:
             yield Finding(
                 node.name, "edge", f"{len(node.inputs)} data inputs and {len(node.ins)} input descriptions", "as many"
             )
@@ -266,11 +266,11 @@ def _ports_hold(node: Node, p: Prototype) -> Iterator[Finding]:
     ports: list[tuple[Port, Desc]] = []
     if node.type == "NetOutput":
         ports += [(p.inputs[0], d) for d in node.ins]
-    elif node.inputs or node.type not in INPUTS:
+    elif node.type not in INPUTS:  # these describe an input that nothing feeds
         yield from _match(node, p, p.inputs, node.ins, "input", ports)
     yield from _match(node, p, p.outputs, node.outs, "output", ports)
     for position, (edge, desc) in enumerate(zip(node.inputs, node.ins, strict=False)):
-        if (edge is None) != desc.unfed:
+        if (edge is None) != desc.unfed and node.type not in INPUTS:
             found = "an edge to an input marked as not given" if desc.unfed else "no edge, but a description"
             yield Finding(node.name, "input", f"input {position} ({desc.name}) has {found}", "both or neither")
     yield from _dtypes_hold(node, p, ports)

@@ -146,11 +146,12 @@ def _(use: Use) -> Iterator[Fault]:
 @limit("Cast")
 def _(use: Use) -> Iterator[Fault]:
     yield from expect("output", use.made("y"), use.shape("x"))
-    made = use.node.output("y")
-    number = use.attr("dst_type")
-    legal = {d.ge: d for d in Dtype}
-    if made is not None and made.dtype and number in legal and legal[number].proto != made.dtype:
-        found = f"dst_type {number} is {SHORT[legal[number].proto]}, its output {SHORT.get(made.dtype, made.dtype)}"
+    made, number = use.node.output("y"), use.attr("dst_type")
+    named = {d.ge: d.proto for d in Dtype}.get(number)
+    if made is not None and made.dtype and named != made.dtype:
+        found = (
+            f"dst_type {number} is {SHORT.get(named or 0, 'no dtype')}, its output {SHORT.get(made.dtype, made.dtype)}"
+        )
         yield found, "the same", "dst_type counts as GE's C++ enum does, descriptions as the protobuf enum."
 
 
@@ -159,9 +160,26 @@ def _(use: Use) -> Iterator[Fault]:
     x, y = use.shape("x"), use.made("y")
     if x is not None and y is not None and prod(x) != prod(y):
         yield f"{_text(x)} to {_text(y)}", "as many elements", ""
+    if use.node.type == "Reshape":
+        yield from expect(
+            "axis and num_axes", (use.attr("axis"), use.attr("num_axes")), (0, -1), "Shape the whole tensor."
+        )
     wanted = use.values("shape")
     if wanted is not None and y is not None and min(wanted, default=1) > 0:
         yield from expect("output", y, tuple(wanted))
+
+
+@limit("ReduceSum", "ReduceMax", "ReduceMean")
+def _(use: Use) -> Iterator[Fault]:
+    x, axes = use.shape("x"), use.values("axes")
+    if x is None or not axes:
+        return
+    if any(not -len(x) <= a < len(x) for a in axes):
+        yield f"axes {axes} of {len(x)} dims", "dims of x", ""
+        return
+    gone, keep = {a % len(x) for a in axes}, use.attr("keep_dims")
+    dims = [1 if d in gone else n for d, n in enumerate(x) if keep or d not in gone]
+    yield from expect("output", use.made("y"), tuple(dims), "See keep_dims.")
 
 
 @limit("Transpose")
@@ -225,6 +243,8 @@ def _(use: Use) -> Iterator[Fault]:
     if use.dtype("gamma") not in (use.dtype("x"), F32):
         yield "gamma has another dtype than x", "the dtype of x, or F32 (documents of RmsNorm)", ""
     yield from expect("output", use.made("y"), x)
+    if x is not None and gamma is not None:
+        yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
 
 
 @limit("SwiGlu")
@@ -341,6 +361,8 @@ def _rows_in_groups(use: Use) -> Iterator[Fault]:
         yield "transpose_x with group_type 0", "rows that are not transposed", ""
     sizes, x, weight = use.shape("group_list"), use.shape("x0"), use.shape("weight0")
     groups = sizes[0] if sizes else 0
+    pairs = use.attr("group_list_type") == 2
+    yield from expect("the number of dims of group_list", len(sizes or ()), 2 if pairs else 1, "See group_list_type.")
     yield from at_most("the number of groups", groups, 1024 if use.count("weight") == 1 else 128)
     if use.count("weight") != 1 or x is None or weight is None:
         return
@@ -369,6 +391,10 @@ def _(use: Use) -> Iterator[Fault]:
         hint = "Modes 0 and 1 read copy k of row n at n + k * rows, as the first MoeInitRouting puts it."
         yield f"drop_pad_mode {mode} after {maker}, whose indexes lie row by row (n * K + k)", "2 or 3", hint
     rows, scales, index = use.shape("expanded_x"), use.shape("scales"), use.shape("expanded_row_idx")
+    if rows is not None:
+        yield from expect(
+            "the number of dims of expanded_x", len(rows), 2 if mode in (0, 2) else 3, "See drop_pad_mode."
+        )
     if scales is not None and rows is not None and mode in (0, 2):
         yield from expect("expanded_x", rows[:1], (prod(scales),), "One row per copy, as many as scales.")
         yield from expect("expanded_row_idx", index, (prod(scales),))

@@ -98,7 +98,7 @@ BASIC = [
     *_basic("ReduceSum ReduceMax ReduceMean Cumsum", same="x y"),
     *_basic("Identity ExpandDims", same="x y", more="x y: ALL", source=_BOTH),
     *_basic("TensorMove", same="x y", more="x y: BF16/F64/I16/U16/HIF8/E5M2/E4M3", source=_BOTH),
-    *_basic("Reshape Squeeze Unsqueeze Transpose Slice Tile StridedSlice BroadcastTo", same="x y"),
+    *_basic("Reshape Squeeze Unsqueeze Transpose Slice Tile StridedSlice StridedSliceV2 BroadcastTo", same="x y"),
     *_basic("ConcatD", same="x y", more="x y: BOOL", source=_BOTH),
     *_basic("ConcatV2 Concat Pack", same="x y"),
     *_basic("Split", same="x y", more="x y: BOOL", source=_BOTH),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_graph.compile import air
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.ge_proto import Dtype, ModelDef, OpDef, describe, fill_attr, set_attr, split_edge, tensor_def
 from kimi_graph.compile.prototypes import Prototypes
@@ -40,6 +41,7 @@ def Reshape(x, shape):
     .INPUT(shape, TensorType({DT_INT32, DT_INT64}))\\n
     .OUTPUT(y, TensorType::ALL())\\n
     .ATTR(axis, Int, 0)\\n
+    .ATTR(num_axes, Int, -1)\\n
     """
 
 
@@ -171,6 +173,12 @@ def check(g: Builder, helpers: Path, name: str = "a3", cann: str = "9.1", **clai
 @pytest.mark.parametrize("name", ["a2", "a3", "950pr", "950dt"])
 def test_a_valid_graph_passes_on_every_target(helpers, name):
     check(step_graph(), helpers, name)
+
+
+def test_a_graph_read_back_from_its_file_passes_too(helpers):
+    for g in (step_graph(), moe_graph(), absorbed()):
+        g.model = air.from_bytes(air.to_bytes(g.model), "tiny")
+        check(g, helpers)
 
 
 # ---- one mutation per rule: what is done, and what the message says --------------------------------------------------
