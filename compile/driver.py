@@ -1,9 +1,7 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
 import hashlib
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,23 +10,22 @@ from typing import Any
 
 import torch
 
-from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
-from kimi_graph.models import decoder
 
-from . import air, bundle, constants, recipe
+from . import air, bundle, constants
 from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
-from .ge_proto import ModelDef, OpDef, dtype_of, shape_of
+from .ge_proto import ModelDef, OpDef
+from .manifest import GENERATED, graph_entry, state_contract, weight_plan
+from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
-from .phases import Bucket, capture_pieces, fold_piece, parameter_path, schedule
+from .phases import Bucket, PieceUse, capture_pieces, fold_piece, parameter_path, schedule
 from .prototypes import Prototypes
 from .recipe import Step
-from .origins import Origins, source_of
 from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host
@@ -39,9 +36,6 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 
 def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
-
-
-GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +104,6 @@ class Graph:
     weights: dict[str, tuple[str, tuple[Step, ...]]]
     origins: dict[str, Origins]
 
-    @property
-    def ops(self) -> dict[str, int]:
-        """Number of nodes of each GE type."""
-        return dict(sorted(Counter(op.type for op in self.model.graph[0].op).items()))
-
 
 @dataclass
 class Clock:
@@ -145,17 +134,27 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, pieces)
+        graph = stamp_graph(request.config, b, [(use, pieces[use.piece]) for use in schedule(request.config)])
     with clock.step("check"):
-        check_graph(
-            graph.model,
-            request.target,
-            prototypes,
-            weights=set(graph.weights),
-            states={op.name for op in graph.model.graph[0].op if op.type == "RefData"},
-            sources={op.name: source_of(graph.origins, op.name) for op in graph.model.graph[0].op},
-        )
+        check(graph, request.target, prototypes)
     return graph
+
+
+def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
+    """Hold a finished graph against every rule.
+
+    Raises:
+        CompileError: what does not hold, with source lines.
+    """
+    ops = graph.model.graph[0].op
+    check_graph(
+        graph.model,
+        target,
+        prototypes,
+        weights=set(graph.weights),
+        states={op.name for op in ops if op.type == "RefData"},
+        sources={op.name: source_of(graph.origins, op.name) for op in ops},
+    )
 
 
 def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
@@ -170,13 +169,12 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
 
 
-def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Graph:
-    """Copy the pieces to all layers and tie them together."""
+def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[PieceUse, Piece]]) -> Graph:
+    """Copy the pieces to their places, in order, and tie them together."""
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
     x = ""
-    for use in schedule(config):
-        piece = pieces[use.piece]
+    for use, piece in placed:
 
         def bind(name: str, op: OpDef, prefix: str = use.prefix, piece: Piece = piece, kind: str = use.piece) -> str:
             if name == "x":
@@ -194,7 +192,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, pieces: dict[str, Piece]) -> Gra
         where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
         out = assembly.stamp(piece, where, bind)
         x = out.get("x", "")
-    return Graph(b, assembly.finish(out), weights, {name: piece.origins for name, piece in pieces.items()})
+    return Graph(b, assembly.finish(out), weights, {use.piece: piece.origins for use, piece in placed})
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------
@@ -291,7 +289,8 @@ def compile_bundle(
     """
     clock = clock or Clock()
     graphs = [build_graph(request, b, host, clock) for b in request.buckets()]
-    plan = weight_plan(request.config, graphs)
+    sources = {name: made for g in graphs for name, made in g.weights.items()}
+    plan = weight_plan(request.config, [g.model for g in graphs], sources)
     if request.constants:
         constants.place(plan["weights"])
         graphs = [replace(g, model=constants.to_file_constants(g.model, plan["weights"])) for g in graphs]
@@ -325,28 +324,6 @@ def file_hash(path: Path) -> str:
     return digest.hexdigest()
 
 
-def weight_plan(config: ModelConfig, graphs: list[Graph]) -> dict[str, Any]:
-    """Every graph weight: the parameter, its checkpoint tensors, and the steps from there."""
-    specs = dict(tree.items(decoder.model_specs(config)))
-    plan: dict[str, Any] = {}
-    for graph in graphs:
-        shapes = {op.name: op.output_desc[0] for op in graph.model.graph[0].op if op.type == "Data"}
-        for name, (path, steps) in graph.weights.items():
-            spec, desc = specs[path], shapes[name]
-            plan[name] = {
-                "parameter": path,
-                "tensors": list(spec.source),
-                "stored": list(spec.stored),
-                "shape": list(spec.shape),
-                "dtype": str(dtype_of(desc)).removeprefix("torch."),
-                "bytes": math.prod(shape_of(desc)) * dtype_of(desc).itemsize,
-                "steps": recipe.to_json(steps),
-            }
-    used = {op.name for g in graphs for op in g.model.graph[0].op}
-    generated = {name: list(kind) for name, kind in GENERATED.items() if name in used}
-    return {"weights": plan, "generated": generated}
-
-
 def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes]) -> dict[str, Any]:
     """What the bundle says of itself. `files`: bytes by name in the bundle."""
     import kimi_graph
@@ -358,8 +335,12 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
         "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
-        "state": state_contract(c, b, graphs),
-        "graphs": [graph_entry(g, name, files[name]) for g in graphs for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]],
+        "state": state_contract(c, b, [g.model for g in graphs]),
+        "graphs": [
+            graph_entry(g.bucket, g.model, name, files[name])
+            for g in graphs
+            for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]
+        ],
         "unproved": UNPROVED,
     }
 
@@ -368,72 +349,8 @@ def _target_entry(t: Target) -> dict[str, Any]:
     return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
 
 
-def state_contract(c: ModelConfig, b: Bucket, graphs: list[Graph]) -> dict[str, Any]:
-    """What a runtime must hold between steps, and how it says where."""
-    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
-    described = {op.name: op.output_desc[0] for g in graphs for op in g.model.graph[0].op if op.type == "RefData"}
-    entries = []
-    for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True)):
-        for leaf, s in tree.items(spec):
-            name = f"s.layers.{i}.{layer.kinds[0]}.{leaf}"
-            entries.append(
-                {
-                    "name": name,
-                    "shape": list(s.shape),
-                    "graph_shape": list(shape_of(described[name])),
-                    "axes": list(s.axes),
-                    "dtype": str(s.dtype).removeprefix("torch."),
-                }
-            )
-    return {
-        "slots": b.slots,
-        "pages": b.pages,
-        "page_tokens": b.page,
-        "pages_per_sequence": b.sequence_pages,
-        "tokens_per_sequence": b.sequence_pages * b.page,
-        "rules": RULES,
-        "states": entries,
-    }
-
-
-RULES = [
-    "All states are zero before the first step. Graphs update them in place; all phases share them.",
-    "Slot 0 and page 0 are nobody's: rows without a sequence use slot 0, padding tokens are written to page 0.",
-    "A sequence starts in prefill with lengths equal to counts; its slot and pages need no clearing.",
-    "batch.lengths: tokens of the sequence after the step. batch.counts: its new tokens; the rest of a row is padding.",
-    "batch.block_table: the sequence's pages in order. batch.slot_mapping: page * page_tokens + offset of each token.",
-    "graph_shape has the same elements in the same order as shape.",
-]
-
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
     "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; their device kernels are not part of a bundle.",
 ]
-
-
-def graph_entry(graph: Graph, file: str, data: bytes) -> dict[str, Any]:
-    b, ops = graph.bucket, graph.model.graph[0].op
-
-    def describe(op: OpDef) -> dict[str, Any]:
-        desc = op.output_desc[0]
-        return {"name": op.name, "shape": list(shape_of(desc)), "dtype": str(dtype_of(desc)).removeprefix("torch.")}
-
-    data_ops = [op for op in ops if op.type == "Data"]
-    net = ops[-1].input_desc
-    return {
-        "name": b.name,
-        "phase": b.phase,
-        "rows": b.rows,
-        "tokens": b.tokens,
-        "file": file,
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "inputs": [describe(op) for op in data_ops if not op.name.startswith("p.")],
-        "weights": [op.name for op in ops if op.name.startswith("p.")],
-        "states": [op.name for op in ops if op.type == "RefData"],
-        "outputs": [
-            {"name": "logits", "shape": list(shape_of(d)), "dtype": str(dtype_of(d)).removeprefix("torch.")} for d in net
-        ],
-        "ops": graph.ops,
-    }

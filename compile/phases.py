@@ -4,6 +4,7 @@ A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static gra
 mixer half per kind, one feed-forward half per kind, head. Each piece is captured once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,34 +73,48 @@ def meta_states(c: ModelConfig, b: Bucket) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceUse:
-    """A piece at its place: `prefix` is the layer's (`layers.3`), empty for embedding and head."""
+    """A piece at its place: `layer` is the layer's number, None for embedding and head."""
 
     piece: str
-    prefix: str
+    layer: int | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Of the layer's names (`layers.3`)."""
+        return "" if self.layer is None else f"layers.{self.layer}"
 
 
 def schedule(c: ModelConfig) -> list[PieceUse]:
     """The pieces of the whole model, in order."""
-    uses = [PieceUse(piece="embed", prefix="")]
+    uses = [PieceUse(piece="embed")]
     for i, layer in enumerate(c.layers):
-        mixer, ffn = layer.kinds
-        uses += [PieceUse(piece=mixer, prefix=f"layers.{i}"), PieceUse(piece=ffn, prefix=f"layers.{i}")]
-    return [*uses, PieceUse(piece="head", prefix="")]
+        uses += [PieceUse(piece=kind, layer=i) for kind in layer.kinds]
+    return [*uses, PieceUse(piece="head")]
+
+
+def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[PieceUse], Captured]:
+    """A function that captures a piece at its place. Input names: `x`, `tokens`, `batch.*`, `p.*`, `s.*`."""
+    params, states, batch = meta_params(c), meta_states(c, b), batch_inputs(b)
+    x = meta((b.rows, b.tokens, c.embed), c.dtype)
+
+    def trace(use: PieceUse) -> Captured:
+        if use.layer is None:
+            return _capture_embed(params, b) if use.piece == "embed" else _capture_head(c, params, x, batch, b)
+        layer, block = c.layers[use.layer], params.layers[use.layer]
+        if use.piece == layer.kinds[0]:
+            return _capture_mix(c, layer, block, x, states[use.layer], batch, b)
+        return _capture_feed(c, layer, block, x)
+
+    return trace
 
 
 def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:
-    """Every piece the model needs, captured once. Input names: `x`, `tokens`, `batch.*`, `p.*`, `s.*`."""
-    params, states, batch = meta_params(c), meta_states(c, b), batch_inputs(b)
-    x = meta((b.rows, b.tokens, c.embed), c.dtype)
-    pieces = {"embed": _capture_embed(params, b)}
-    for i, layer in enumerate(c.layers):
-        mixer, ffn = layer.kinds
-        if mixer not in pieces:
-            pieces[mixer] = _capture_mix(c, layer, params.layers[i], x, states[i], batch, b)
-        if ffn not in pieces:
-            pieces[ffn] = _capture_feed(c, layer, params.layers[i], x)
-    pieces["head"] = _capture_head(c, params, x, batch, b)
-    return pieces
+    """Every piece the model needs, captured where it is used first."""
+    trace = piece_tracer(c, b)
+    first: dict[str, PieceUse] = {}
+    for use in schedule(c):
+        first.setdefault(use.piece, use)
+    return {name: trace(use) for name, use in first.items()}
 
 
 def fold_piece(captured: Captured) -> Folded:
