@@ -59,7 +59,7 @@ class _Editor:
     def call(self, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args)
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        values = fx.map_arg(args, lambda n: n.meta["val"])
         node.meta = {"val": target(*values).contiguous(), "source": self.at.meta["source"]}  # GE knows no strides
         return node
 
