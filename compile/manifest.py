@@ -20,7 +20,7 @@ from kimi_graph.spec import ParamSpec
 from . import recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
-from .phases import Bucket
+from .phases import Bucket, batch_inputs, meta
 from .recipe import Step
 
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
@@ -176,6 +176,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
             key: entry[key] for key in ("bytes", "sha256")
         }
         _compare(where, f"graphs.{index}", entry, made)
+        _check_inputs(b, where, entry)
         _check_numbers(models[entry["name"]], where, entry)
     _check_plan(bundle, config, models.values())
 
@@ -200,6 +201,16 @@ def _differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, An
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _check_inputs(b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
+    """Inputs are those of the bucket's batch, and those that are generated."""
+    tensors = {"tokens": meta((b.rows, b.tokens), torch.int64)}
+    tensors |= {f"batch.{name}": x for name, x in tree.items(batch_inputs(b))}
+    known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
+    for i in entry["inputs"]:
+        if i["name"] not in GENERATED:
+            _compare(where, f"inputs of {entry['name']}: {i['name']}", i, known.get(i["name"]))
 
 
 def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> None:
