@@ -53,7 +53,7 @@ def attention(
             k = torch.cat([k_nope[row, :length], shared], -1)
             outs.append(_causal(q.transpose(0, 1), k.transpose(0, 1), v[row, :length].transpose(0, 1), scale))
         outs.append(v.new_zeros(tokens - count, heads, v.shape[3]))
-    return torch.cat(outs).unflatten(0, (-1, tokens))
+    return torch.cat(outs).unflatten(0, (len(lengths), tokens))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

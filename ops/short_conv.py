@@ -43,7 +43,7 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
     tokens = inputs.shape[1] - len(rest)
     block = max(1, BLOCK_BYTES // (4 * inputs[:, 0].numel()))
     outs = []
-    for start in range(0, tokens, block):
+    for start in range(0, max(1, tokens), block):
         size = min(block, tokens - start)
         wide = at_least_f32(inputs[:, start : start + size + len(rest)])
         y = wide[:, :size] * first
