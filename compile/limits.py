@@ -237,6 +237,9 @@ def _(use: Use) -> Iterator[Fault]:
 def _(use: Use) -> Iterator[Fault]:
     x, indices, axis = use.shape("x"), use.shape("indices"), use.values("axis")
     if x is not None and indices is not None and axis is not None and use.attr("batch_dims") == 0:
+        if not -len(x) <= axis[0] < len(x):
+            yield f"axis {axis[0]} of {len(x)} dims", "a dim of x", ""
+            return
         at = axis[0] % len(x)
         yield from expect("output", use.made("y"), (*x[:at], *indices, *x[at + 1 :]))
 
@@ -260,6 +263,9 @@ def _(use: Use) -> Iterator[Fault]:
 def _(use: Use) -> Iterator[Fault]:
     x, y = use.shape("x"), use.made("y")
     if x is None or not x:
+        return
+    if not -len(x) <= use.attr("dim") < len(x):
+        yield f"dim {use.attr('dim')} of {len(x)} dims", "a dim of x", ""
         return
     dim = use.attr("dim") % len(x)
     if x[dim] % 2:

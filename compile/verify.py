@@ -9,7 +9,6 @@ and pages in scrambled order, rows that end inside a chunk, decode steps with a 
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
 from . import air, recipe
-from .bundle import LOCAL, Bundle, open_bundle
+from .bundle import LOCAL, Bundle, open_bundle, read_json
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, shape_of
@@ -170,16 +169,16 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     phases = {g["phase"]: g for g in bundle.manifest["graphs"]}
     rows = next(iter(phases.values()))["rows"]
     generator = torch.Generator().manual_seed(seed)
-    capacity, page = contract["tokens_per_sequence"], contract["page_tokens"]
-    chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, capacity)
+    page = contract["page_tokens"]
+    chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, contract["tokens_per_sequence"])
     table, slots = _scattered(contract, rows, generator)
-    room = max(1, min(capacity, (contract["pages"] - 1) // rows * page) - (steps if "decode" in phases else 0))
-    prompts = torch.tensor([max(1, min(room, chunk + chunk // 2 + 1 - r * (chunk // 3 + 1))) for r in range(rows)])
+    room = row_capacity(contract, rows) - (steps if "decode" in phases else 0)
     before = torch.zeros(rows, dtype=torch.int64)
-    while bool((before < prompts).any()):
-        counts = (prompts - before).clamp(max=chunk)
+    for counts in prompt_chunks(rows, chunk, room):
         tokens = torch.randint(config.vocab, (rows, chunk), generator=generator)
-        yield Step(phase="prefill", tokens=tokens, batch=step_batch(table, slots, before, counts, chunk, page))
+        here = before + counts > 0  # a sequence that has not come yet has neither slot nor pages
+        mine = (table * here[:, None]).int(), (slots * here).int(), before, counts
+        yield Step(phase="prefill", tokens=tokens, batch=step_batch(*mine, chunk, page))
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
@@ -187,6 +186,21 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
         mine = (table * used[:, None]).int(), (slots * used).int(), before * used, used.long()
         yield Step(phase="decode", tokens=tokens, batch=step_batch(*mine, 1, page))
         before = before + used
+
+
+def row_capacity(contract: dict[str, Any], rows: int) -> int:
+    """Tokens that every row can hold at once."""
+    return min(contract["tokens_per_sequence"], (contract["pages"] - 1) // rows * contract["page_tokens"])
+
+
+def prompt_chunks(rows: int, chunk: int, room: int) -> Iterator[Tensor]:
+    """New tokens `[rows]` of each prefill step: whole and partial chunks, one token, none, a row that comes later."""
+    before = torch.zeros(rows, dtype=torch.int64)
+    for wanted in ((chunk, 0, chunk - 3), (chunk // 2 + 1, chunk, 0), (1, 1, 1)):
+        counts = torch.tensor([wanted[r % 3] for r in range(rows)]).clamp(min=0).minimum(room - before)
+        if bool(counts.any()):
+            yield counts
+        before = before + counts
 
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -370,7 +384,7 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
     """
     local = bundle.folder / LOCAL
     if given is None and local.is_file():
-        given = Path(json.loads(local.read_bytes())["checkpoint"])
+        given = Path(read_json(local)["checkpoint"])
         if not given.is_dir():
             raise BundleError(f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR.")
     if given is None:
@@ -379,6 +393,16 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
             f"or compile a fixture: kimi-graph fixture {bundle.manifest['model']['name']} -o DIR."
         )
     return Checkpoint.open(given)
+
+
+def _check_steps(bundle: Bundle, steps: int) -> None:
+    graphs = bundle.manifest["graphs"]
+    least = 0 if any(g["phase"] == "prefill" for g in graphs) else 1
+    room = row_capacity(bundle.manifest["state"], graphs[0]["rows"])
+    if not least <= steps < room:
+        raise VerifyError(
+            f"--steps {steps}: {bundle.folder} takes {least} to {room - 1:,}; a row holds {room:,} tokens, one a prompt."
+        )
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -412,6 +436,7 @@ def verify_bundle(
             f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
             f"{source['fingerprint'][:16]}...; the bundle was made for another model."
         )
+    _check_steps(bundle, steps)
     graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
     check_claims(bundle, config, graphs)
     bundle.check_constants()
