@@ -37,9 +37,7 @@ def compile_small(small: Path, host: Host) -> Compile:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
         profile = target(options.pop("target", "a3"))
         model = options.pop("model", small)
-        return compile_model(
-            load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options}
-        )
+        return compile_model(load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options})
 
     return run
 

@@ -179,7 +179,9 @@ def attribute(rng: random.Random, parts: Parts) -> str | None:
     name = rng.choice(names)
     old = get_attr(op, name)
     new = another_value(rng, old)
-    if new is None:
+    if new is None or (
+        name in ("dim", "axis") and new - old == len(op.input_desc[0].shape.dim)
+    ):  # counted from the end
         return None
     op.attr[name].Clear()
     fill_attr(op.attr[name], new)

@@ -19,7 +19,7 @@ from kimi_graph.compile import air
 from kimi_graph.compile.bundle import Bundle, open_bundle
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.executor import Executor, Selections
-from kimi_graph.compile.ge_proto import ModelDef, get_attr, set_attr, tensor_def, tensor_value
+from kimi_graph.compile.ge_proto import ModelDef, get_attr, set_attr
 from kimi_graph.compile.manifest import check_claims, is_weight
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.targets import target
@@ -36,7 +36,7 @@ from kimi_graph.errors import KimiGraphError
 from kimi_graph.read_config import load_config
 from tests.compile.mutate import Parts, mutants
 
-EACH, SEED = 16, 0  # changes of each kind, 270 in all
+EACH, SEED = 24, 0  # changes of each kind, 410 in all
 
 
 @dataclass(frozen=True)
@@ -162,23 +162,6 @@ def _attribute(type_: str, attribute: str, old: object, new: object) -> Callable
     return change
 
 
-def _constant(reader: str, value: float, change_to: Callable[[Tensor], Tensor]) -> Callable[[ModelDef], None]:
-    """Change the first constant read by a `reader` that holds nothing but `value`."""
-
-    def change(model: ModelDef) -> None:
-        read = {edge for op in model.graph[0].op if op.type == reader for edge in op.input}
-        for op in model.graph[0].op:
-            if op.type == "Const" and f"{op.name}:0" in read:
-                held = tensor_value(op.attr["value"].t)
-                if torch.equal(held, torch.full_like(held, value)):
-                    op.attr["value"].t.CopyFrom(tensor_def(change_to(held)))
-                    return
-        raise AssertionError(f"no {reader} reads {value}")
-
-    return change
-
-
-INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 SAME = (
     Same(
         "softplus leaves its formula for x itself at the threshold: at 20 the two differ by 2e-9, and nothing is so large",
@@ -191,24 +174,6 @@ SAME = (
         ("MoeGatingTopK.eps 9.99",),
         "decode",
         _scaled("MoeGatingTopK", "eps"),
-    ),
-    Same(
-        "a hundredth of the L2 norm's eps of 1e-6 beside a sum of squares above 50 is less than 1e-10; twice is noticed",
-        ("(read by Add)", "9.99999997", "-> 1.01000000"),
-        "prefill",
-        _constant("Add", 1e-6, lambda held: held * 1.01),
-    ),
-    Same(
-        "the end of a slice is cut to the size: torchair writes the largest int32 for 'to the end'",
-        ("(read by StridedSliceV2)", f"{INT32_MAX} -> {str(INT32_MAX)[:-1]}"),
-        "prefill",
-        _constant("StridedSliceV2", INT32_MAX, lambda held: held - 1),
-    ),
-    Same(
-        "the upper bound of a clamp that has none is the largest int64, and one less",
-        ("(read by ClipByValueV2)", f"{INT64_MAX} -> {INT64_MAX - 1}"),
-        "prefill",
-        _constant("ClipByValueV2", INT64_MAX, lambda held: held - 1),
     ),
     Same(
         "negative_index_support is about negative indices alone, and no token is one",
@@ -233,12 +198,6 @@ def test_a_change_that_means_the_same_is_not_noticed(proof, same):
     same.example(changed.models[name])
     assert air.to_bytes(changed.models[name]) != air.to_bytes(proof.parts.models[name])
     assert proof.noticed(changed) == ""
-
-
-def test_twice_the_eps_of_the_l2_norm_is_noticed(proof):
-    changed = proof.parts.copy()
-    _constant("Add", 1e-6, lambda held: held * 2)(changed.models["prefill_b2_t16"])
-    assert proof.noticed(changed) == "values"
 
 
 def test_the_bundle_itself_is_what_it_should_be(proof):
