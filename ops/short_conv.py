@@ -24,7 +24,7 @@ def short_conv(
     """
     before = state_rows(window, slots, lengths, counts).to(x.dtype)
     if x.shape[1] == 1:
-        inputs = torch.cat([before, x[:, 0, :, :, None]], -1)
+        inputs = torch.cat([before, x.permute(0, 2, 3, 1)], -1)
         y = F.silu((at_least_f32(inputs) * at_least_f32(weight)).sum(-1)).to(x.dtype)[:, None]
         last = inputs[..., 1:]
         if 0 in counts.tolist():

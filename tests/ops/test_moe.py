@@ -80,6 +80,15 @@ def test_grouped_products_are_products_group_by_group(sizes, watched, threads, s
     torch.testing.assert_close(y, torch.cat([want, want.new_zeros(2, 128)]))
 
 
+@pytest.mark.parametrize("sizes", [[30, 0, 70, 9], [64, 1, 0, 128], [1, 0, 0, 200]], ids=str)
+def test_grouped_products_of_bfloat16_round_their_rows_up_and_give_the_same(sizes):
+    x, weight = torch.randn(sum(sizes) + 2, 32).bfloat16(), torch.randn(4, 24, 32).bfloat16()
+    y = ops.grouped_matmul(x, weight, torch.tensor(sizes))
+    parts = zip(x.split([*sizes, 2]), weight, strict=False)
+    want = torch.cat([part.double() @ w.double().T for part, w in parts])
+    assert (y[:-2].double() - want).abs().max() <= 2**-8 * want.abs().max() and not y[-2:].any()
+
+
 @pytest.fixture
 def set_threads():
     before = torch.get_num_threads()
