@@ -16,7 +16,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState, new_rows
+from .batch import Batch, MlaState, new_rows, one_token
 
 LATENT_EPS = 1e-6  # released code builds this norm with its class default, not with rms_norm_eps
 
@@ -86,6 +86,7 @@ def mla(
     up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
     scale = c.key**-0.5
     if step:
+        one_token("mla", x_BTD)
         q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
         o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, scale)
         o_BTHV = contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)
