@@ -3,7 +3,7 @@
 Operators stay single nodes, `torch.einsum` stays whole, and every node remembers the source line that made it.
 
 The recorder is our own: with static shapes and meta tensors there is nothing to do but to write down the calls that
-reach the dispatcher. `make_fx` writes down the same calls, but is made for symbolic shapes and takes four times as long.
+reach the dispatcher. `make_fx` writes down the same ones, but is made for symbolic shapes and takes four times as long.
 """
 
 import functools
