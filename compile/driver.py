@@ -172,7 +172,11 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
-    infer_shapes(made.model)
+    try:
+        infer_shapes(made.model)
+    except CompileError as error:
+        node = str(error).partition(" ")[0]
+        raise CompileError(f"{made.sources.get(node, name)}: {error}") from error
     origins: Origins = {"lines": made.sources, "values": made.edges}
     return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
 
