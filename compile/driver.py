@@ -284,7 +284,7 @@ def compile_model(
         bundle.check_place(out)
     if request.constants:
         if checkpoint is None:
-            raise CompileError(f"--weights constant puts weights into the bundle: {config.name} must be a checkpoint folder.")
+            raise CompileError(f"--weights constant needs them: {config.name} must be a checkpoint folder.")
         audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
@@ -361,5 +361,5 @@ def _target_entry(t: Target) -> dict[str, Any]:
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
-    "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; their device kernels are not part of a bundle.",
+    "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; device kernels for them are not in a bundle.",
 ]
