@@ -56,7 +56,7 @@ def test_reading_a_missing_attribute_does_not_create_it():
     assert not op.attr
 
 
-@pytest.mark.parametrize("value", [object(), [1, "a"], [object()]], ids=str, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("value", [object(), [1, "a"], [object()]], ids=["object", "mixed", "objects"])
 def test_what_ge_cannot_hold_is_refused(value):
     with pytest.raises(ValueError, match="GE"):
         fill_attr(AttrDef(), value)
