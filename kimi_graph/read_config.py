@@ -432,6 +432,7 @@ def _kimi_linear(v: dict[str, Any]) -> dict[str, Any]:
         conv_width=a["short_conv_kernel_size"],
         gate_rank=a["head_dim"],  # released code builds f_a_proj and g_a_proj as wide as a head
         gate_lower_bound=a["gate_lower_bound"],
+        stored_rates=(1, 1, a["num_heads"], 1),
     )
     mla = MlaConfig(
         heads=v["num_attention_heads"],
@@ -439,7 +440,7 @@ def _kimi_linear(v: dict[str, Any]) -> dict[str, Any]:
         key_nope=v["qk_nope_head_dim"],
         key_rope=v["qk_rope_head_dim"],
         value=v["v_head_dim"],
-        nope=v["mla_use_nope"],
+        scale=(v["qk_nope_head_dim"] + v["qk_rope_head_dim"]) ** -0.5,
     )
     dense = DenseConfig(ffn=v["intermediate_size"])
     moe = MoeConfig(

@@ -65,7 +65,7 @@ def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
         decay_down=weight((c.gate_rank, embed), "gate_rank embed", source="f_a_proj.weight"),
         decay_up=up("f_b_proj", c.key, "key"),
         decay_bias=weight((c.heads, c.key), "heads key", source="dt_bias", stored=(keys,), dtype=f32),
-        log_rate=weight((c.heads,), "heads", source="A_log", stored=(1, 1, c.heads, 1), dtype=f32),
+        log_rate=weight((c.heads,), "heads", source="A_log", stored=c.stored_rates, dtype=f32),
         beta=weight((c.heads, embed), "heads embed", source="b_proj.weight"),
         gate_down=weight((c.gate_rank, embed), "gate_rank embed", source="g_a_proj.weight"),
         gate_up=up("g_b_proj", c.value, "value"),

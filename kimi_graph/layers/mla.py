@@ -84,7 +84,7 @@ def mla(
     latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
 
     up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
-    scale = c.key**-0.5
+    scale = c.scale
     if step:
         q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
         o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, scale)
