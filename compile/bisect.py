@@ -19,7 +19,9 @@ from .bundle import SOURCES, Bundle, read_json
 from .executor import Node, Selections
 from .origins import Origins, source_of
 from .passes import Folded
-from .phases import Bucket, capture_pieces, fold_piece, parameter_path, schedule
+from kimi_graph.models.decoder import Use
+
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
 from .verify import EXACT_TOLERANCE, GraphSide, ModelSide, Step, largest
 
 
@@ -111,26 +113,27 @@ def _traced(
     """Edges of the graph and the values they should have, in order."""
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
-    given = {f"batch.{name}": value for name, value in tree.items(step.batch)} | {"tokens": step.tokens}
-    for use in schedule(config):
-        piece = pieces[use.piece]
+    batch = {f"batch.{name}": value for name, value in tree.items(step.batch)}
+    values = dict(step.inputs)
+    for use in uses(config, bucket):
+        piece = pieces[use.part]
+        read = {f"in{i}": values[name] for i, name in enumerate(use.reads)}
 
-        def value(name: str, piece: Folded = piece, prefix: str = use.prefix, kind: str = use.piece) -> Tensor:
+        def value(name: str, piece: Folded = piece, use: Use = use, read: dict[str, Tensor] = read) -> Tensor:
             if name.startswith("p."):
                 parameter, steps = piece.weights[name]
-                return recipe.apply(steps, params[parameter_path(config, parameter, prefix)])
+                return recipe.apply(steps, params[parameter_path(config, parameter, use.prefix)])
             if name.startswith("s."):
-                return states[f"s.{prefix}.{kind}.{name.removeprefix('s.')}"]
-            return given[name]
+                return states[state_name(config, use, name.removeprefix("s."))]
+            return batch[name] if name in batch else read[name]
 
         run = _Exact(piece.captured.module)
         with torch.no_grad():
             out = run.run(*map(value, piece.captured.inputs))
-        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
-        edges_of = origins[use.piece]["values"] if use.piece in origins else {}
+        edges_of = origins[use.part]["values"] if use.part in origins else {}
         for call, results in run.values.items():
             edges = edges_of.get(call, [])
             for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
                 if edge and isinstance(result, Tensor) and result.is_floating_point():
-                    yield where + edge, result
-        given["x"] = out[0]
+                    yield place_of(use) + edge, result
+        values |= zip(use.writes, out, strict=False)  # states come after the values

@@ -13,6 +13,7 @@ import torch
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
+from kimi_graph.models.decoder import Use
 
 from . import air, bundle, constants
 from .capture import Captured
@@ -23,7 +24,7 @@ from .ge_proto import ModelDef, OpDef
 from .manifest import GENERATED, graph_entry, state_contract, weight_plan
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
-from .phases import Bucket, PieceUse, capture_pieces, fold_piece, parameter_path, schedule
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
 from .prototypes import Prototypes
 from .recipe import Step
 from .stamp import Assembly, Piece, alias_states, make_piece
@@ -134,7 +135,7 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.piece]) for use in schedule(request.config)])
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)])
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -169,30 +170,31 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
 
 
-def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[PieceUse, Piece]]) -> Graph:
+def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]]) -> Graph:
     """Copy the pieces to their places, in order, and tie them together."""
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
-    x = ""
+    values: dict[str, str] = {}
     for use, piece in placed:
+        read = {f"in{i}": name for i, name in enumerate(use.reads)}
 
-        def bind(name: str, op: OpDef, prefix: str = use.prefix, piece: Piece = piece, kind: str = use.piece) -> str:
-            if name == "x":
-                return x
+        def bind(name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read) -> str:
+            if name in read:
+                return values.get(read[name]) or assembly.input(read[name], op)
             if name.startswith("p."):
                 parameter, steps = piece.weights[name]
-                path = parameter_path(config, parameter, prefix)
+                path = parameter_path(config, parameter, use.prefix)
                 full = "p." + weight_name(path, steps)
                 weights[full] = (path, bytes_only(steps))
                 return assembly.input(full, op)
             if name.startswith("s."):
-                return assembly.input(f"s.{prefix}.{kind}.{name.removeprefix('s.')}", op)
+                return assembly.input(state_name(config, use, name.removeprefix("s.")), op)
             return assembly.input(name, op)
 
-        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
-        out = assembly.stamp(piece, where, bind)
-        x = out.get("x", "")
-    return Graph(b, assembly.finish(out), weights, {use.piece: piece.origins for use, piece in placed})
+        out = assembly.stamp(piece, place_of(use), bind)
+        values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
+    origins = {use.part: piece.origins for use, piece in placed}
+    return Graph(b, assembly.finish({"logits": values["logits"]}), weights, origins)
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------

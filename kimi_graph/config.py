@@ -239,6 +239,17 @@ class ModelConfig:
     source: dict[str, Any] = field(compare=False, repr=False)
 
     @property
+    def rope(self) -> RopeConfig | None:
+        """Rotation of the attention layers; None where they have none (they all have the same)."""
+        return next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, MlaConfig)), None)
+
+    @property
+    def rotary(self) -> int:
+        """Rotated channels of a head; 0 without rotation."""
+        found = (m for m in (layer.mixer for layer in self.layers) if isinstance(m, MlaConfig) and m.rope)
+        return next((m.key_rope for m in found), 0)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()

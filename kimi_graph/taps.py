@@ -38,7 +38,7 @@ def collect(patterns: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
     """Inside, tapped names start with `name.` (scopes nest)."""
-    token = _scope.set(f"{_scope.get()}{name}.")
+    token = _scope.set(f"{_scope.get()}{name}." if name else _scope.get())
     try:
         yield
     finally:
