@@ -17,6 +17,7 @@ from kimi_graph.config import ModelConfig
 from . import recipe
 from .bundle import SOURCES, Bundle, read_json
 from .executor import Node, Selections
+from .manifest import bucket_of
 from .origins import Origins, source_of
 from .passes import Folded
 from kimi_graph.models.decoder import Use
@@ -64,20 +65,6 @@ class _Exact(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def bucket_of(bundle: Bundle, entry: dict[str, Any]) -> Bucket:
-    """The bucket a graph of a bundle was made for."""
-    s = bundle.manifest["state"]
-    return Bucket(
-        phase=entry["phase"],
-        rows=entry["rows"],
-        tokens=entry["tokens"],
-        page=s["page_tokens"],
-        pages=s["pages"],
-        sequence_pages=s["pages_per_sequence"],
-        slots=s["slots"],
-    )
-
-
 def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: list[Step]) -> str:
     """A line that names the first node that differs, or says that none was found."""
     model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, params, "exact")
@@ -94,7 +81,7 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
 
             side.step(step, Selections(), observe)
             known = origins.get(entry["name"], {})
-            traced = _traced(config, bucket_of(bundle, entry), model, step, known)
+            traced = _traced(config, bucket_of(bundle.manifest, entry), model, step, known)
             for edge, value in traced:
                 name = edge.rpartition(":")[0]
                 if edge not in seen:

@@ -56,10 +56,29 @@ class Bundle:
         check_hash(data, entry["sha256"], path)
         return data
 
+    def check_constants(self) -> None:
+        """Raises BundleError where the file of constants, if the bundle has one, is not what the manifest says."""
+        entry = self.manifest["weights"].get("constants")
+        if entry is not None:
+            path = self.folder / entry["file"]
+            _compare_hash(file_hash(path) if path.is_file() else "none", entry["sha256"], path)
+
 
 def check_hash(data: bytes, expected: str, path: Path) -> None:
     """Raises BundleError where `data` is not what the manifest says."""
-    found = hashlib.sha256(data).hexdigest()
+    _compare_hash(hashlib.sha256(data).hexdigest(), expected, path)
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _compare_hash(found: str, expected: str, path: Path) -> None:
     if found != expected:
         raise BundleError(
             f"{path}: SHA-256 is {found[:16]}..., the manifest says {expected[:16]}...; the file was changed or damaged."

@@ -362,8 +362,12 @@ def _kind(value: AttrDef) -> str:
 
 
 def descriptions_agree(graph: View, claims: Claims) -> Iterator[Finding]:
-    """An input is described as the output it reads."""
+    """An input is described as the output it reads; an input of the graph in one way."""
     for node in graph.nodes:
+        if node.type in INPUTS and node.ins and node.outs and node.ins[0][1:3] != node.outs[0][1:3]:
+            found = f"{node.type} described as {_described(node.ins[0])}"
+            yield Finding(node.name, "description", found, f"{_described(node.outs[0])}, as its output is")
+            continue
         for edge, desc in zip(node.inputs, node.ins, strict=False):
             if edge is None:
                 continue

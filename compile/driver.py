@@ -312,18 +312,9 @@ def compile_bundle(
                     assert checkpoint is not None
                     where = folder / bundle.CONSTANTS
                     constants.write(where, plan["weights"], request.config, Checkpoint.open(checkpoint), progress)
-                    manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": file_hash(where)}
+                    manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": bundle.file_hash(where)}
                 (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
     return manifest
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes]) -> dict[str, Any]:

@@ -129,12 +129,18 @@ def _all_known(*shapes: Shape | None) -> bool:
        "SelectV2")  # fmt: skip
 def _(use: Use) -> Iterator[Fault]:
     shapes = [d.shape for d in use.node.ins if d.shape is not None]
-    try:
-        together = tuple(torch.broadcast_shapes(*shapes))
-    except RuntimeError:
+    together = _broadcast(*shapes)
+    if together is None:
         yield f"operands {' and '.join(map(_text, shapes))}", "shapes that broadcast", ""
         return
     yield from expect("output", use.node.outs[0].shape if use.node.outs else None, together)
+
+
+def _broadcast(*shapes: Shape) -> Shape | None:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except (RuntimeError, ValueError):  # ValueError: of a negative size
+        return None
 
 
 @limit("Neg", "Exp", "Log", "Sigmoid", "Tanh", "Rsqrt", "Sqrt", "Reciprocal", "Square", "Swish", "Abs", "SoftplusV2",
@@ -204,10 +210,13 @@ def _(use: Use) -> Iterator[Fault]:
         yield f"operands {_text(x1)} and {_text(x2)}", "matrices" if least == 2 else "stacks of matrices", ""
         return
     (m, k1), (k2, n) = (_turned(x, use.attr(flag)) for x, flag in zip((x1, x2), flags, strict=True))
-    if k1 != k2:
+    stacked = _broadcast(x1[:-2], x2[:-2])
+    if stacked is None:
+        yield f"stacks {_text(x1)} and {_text(x2)}", "leading dims that broadcast", ""
+    elif k1 != k2:
         yield f"{_text(x1)} times {_text(x2)} sums over {k1} and {k2}", "equal sizes", f"See {flags[0]}, {flags[1]}."
     else:
-        yield from expect("output", y, (*torch.broadcast_shapes(x1[:-2], x2[:-2]), m, n))
+        yield from expect("output", y, (*stacked, m, n))
 
 
 def _turned(x: Shape, transposed: bool) -> Shape:

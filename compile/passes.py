@@ -59,7 +59,7 @@ class _Editor:
     def call(self, target: Any, *args: Any) -> fx.Node:
         with self.graph.inserting_before(self.at):
             node = self.graph.call_function(target, args)
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        values = fx.map_arg(args, lambda n: n.meta["val"])
         node.meta = {"val": target(*values).contiguous(), "source": self.at.meta["source"]}  # GE knows no strides
         return node
 
@@ -186,10 +186,18 @@ def _names(node: fx.Node, recipe: dict[fx.Node, tuple[str, tuple[Step, ...]]]) -
 
 
 def bytes_only(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The steps up to the last that touches bytes: a graph says itself in which shape it reads a weight."""
-    while steps and steps[-1].kind == "view":
-        steps = steps[:-1]
-    return steps
+    """The steps without views that no later step looks at: a graph says itself in which shape it reads a weight."""
+    kept: list[Step] = []
+    looked_at = False
+    for step in reversed(steps):
+        if step.kind == "view":
+            if looked_at:
+                kept.append(step)
+            looked_at = False
+        else:
+            kept.append(step)
+            looked_at |= step.kind in ("slice", "permute")
+    return tuple(reversed(kept))
 
 
 def weight_name(parameter: str, steps: tuple[Step, ...]) -> str:

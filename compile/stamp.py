@@ -181,10 +181,10 @@ class Assembly:
         return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}
 
     def finish(self, outputs: Mapping[str, str]) -> ModelDef:
-        """The model: Data, then RefData, numbered; then the body; then NetOutput reading `outputs`."""
+        """The model: inputs, weights, states, numbered in this order; the body; NetOutput reading `outputs`."""
         model = ModelDef()
         graph = model.graph.add(name=self.name)
-        graph.op.extend(sorted(self.inputs.values(), key=lambda op: op.type))  # "Data" < "RefData"
+        graph.op.extend(sorted(self.inputs.values(), key=lambda op: (op.type == "RefData", op.name.startswith("p."))))
         for index, op in enumerate(graph.op):
             set_attr(op, "index", index)
         graph.op.extend(self.body)

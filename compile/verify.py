@@ -32,6 +32,7 @@ from .bundle import LOCAL, Bundle, open_bundle
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, shape_of
+from .manifest import check_claims
 
 EXACT_TOLERANCE = 1e-10
 Notify = Callable[[str, int, int], None]
@@ -411,6 +412,9 @@ def verify_bundle(
             f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
             f"{source['fingerprint'][:16]}...; the bundle was made for another model."
         )
+    graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
+    check_claims(bundle, config, graphs)
+    bundle.check_constants()
     report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, progress)
     if bisect and not report.passed:
         from .bisect import first_difference

@@ -24,14 +24,14 @@ def param_tree(cls: type[T]) -> type[T]:
     def present(node: Any) -> tuple[str, ...]:
         return tuple(n for n in names if getattr(node, n) is not None)
 
+    def keyed(node: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+        return [(pytree.GetAttrKey(n), getattr(node, n)) for n in present(node)], present(node)
+
     pytree.register_pytree_node(
         cls,
         lambda node: ([getattr(node, n) for n in present(node)], present(node)),
         lambda values, given: cls(**{**dict.fromkeys(names), **dict(zip(given, values, strict=True))}),
-        flatten_with_keys_fn=lambda node: (
-            [(pytree.GetAttrKey(n), getattr(node, n)) for n in present(node)],
-            present(node),
-        ),
+        flatten_with_keys_fn=keyed,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
     return cls

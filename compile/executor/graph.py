@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_graph.compile.ge_proto import GraphDef, ModelDef, OpDef, control_edges, data_edges, split_edge
+from kimi_graph.compile.ge_proto import GraphDef, ModelDef, OpDef, control_edges, data_edges, is_known, split_edge
 from kimi_graph.errors import KimiGraphError
 
 from . import semantics as _semantics  # noqa: F401  registers every operator type
@@ -65,6 +65,27 @@ def parse(model: ModelDef, error: type[KimiGraphError]) -> Graph:
         outputs=results[0].edges if results else None,
         memory=find_memory(nodes, order, needed, error),
     )
+
+
+def check_descriptions(model: ModelDef, error: type[KimiGraphError]) -> None:
+    """Every input is described as the output it reads, an input of the graph in one way: GE believes descriptions.
+
+    Raises:
+        error: one that is not (what is not described at all is not looked at).
+    """
+    ops = {op.name: op for op in model.graph[0].op}
+    for op in ops.values():
+        if op.type in SOURCES:
+            made = list(op.output_desc)
+        else:
+            edges = [split_edge(edge) for edge in data_edges(op)]
+            made = [ops[name].output_desc[index] if name else None for name, index in edges]
+        for desc, other in zip(op.input_desc, made, strict=False):
+            if other is None or not is_known(desc) or not is_known(other):
+                continue
+            if (desc.dtype, desc.shape.dim) != (other.dtype, other.shape.dim):
+                found, read = (f"dtype {d.dtype} {list(d.shape.dim)}" for d in (desc, other))
+                raise error(f"{op.name} ({op.type}): input {desc.name!r} is described as {found}, what it reads as {read}")
 
 
 def _by_name(graph: GraphDef, error: type[KimiGraphError]) -> dict[str, OpDef]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kimi_graph.compile.ge_proto import ModelDef
 from kimi_graph.errors import BundleError
 
-from .graph import Graph, parse
+from .graph import Graph, check_descriptions, parse
 from .node import Edge, Node, Op, Selections, disagreement, evaluate, gather_arguments
 
 MODES = ("exact", "native")
@@ -41,8 +41,9 @@ class Executor:
     """
 
     def __init__(self, model: ModelDef) -> None:
-        """Raises BundleError: see `parse`; or a graph without NetOutput."""
+        """Raises BundleError: see `parse`; a graph without NetOutput; descriptions that contradict each other."""
         self._graph: Graph = parse(model, BundleError)
+        check_descriptions(model, BundleError)
         if self._graph.outputs is None:
             raise BundleError("the graph has no NetOutput")
         self.inputs, self.states = self._graph.inputs, self._graph.states

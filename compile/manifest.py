@@ -1,0 +1,253 @@
+"""What a bundle says of itself (states, graphs, weight plan), made from its graphs and held against them again.
+
+A runtime binds inputs, weights and states by what is written here, so `verify` does not take it on trust.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kimi_graph import tree
+from kimi_graph.config import ModelConfig
+from kimi_graph.errors import BundleError
+from kimi_graph.models import decoder
+from kimi_graph.spec import ParamSpec
+
+from . import recipe
+from .bundle import MANIFEST, WEIGHTS, Bundle
+from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
+from .phases import Bucket, batch_inputs, meta
+from .recipe import Step
+
+GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
+
+RULES = [
+    "All states are zero before the first step. Graphs update them in place; all phases share them.",
+    "Slot 0 and page 0 are nobody's: rows without a sequence use slot 0, padding tokens are written to page 0.",
+    "A sequence starts in prefill with lengths equal to counts; its slot and pages need no clearing.",
+    "batch.lengths: tokens of the sequence after the step. batch.counts: its new tokens; the rest of a row is padding.",
+    "batch.block_table: the sequence's pages in order. batch.slot_mapping: page * page_tokens + offset of each token.",
+    "graph_shape has the same elements in the same order as shape.",
+    "A graph's inputs are bound by index: its inputs, weights (constants have no index) and states, as listed.",
+]
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def is_weight(op: OpDef) -> bool:
+    """Whether a node stands for a weight: an input, or a constant in a file."""
+    return op.name.startswith("p.") and op.type in ("Data", "FileConstant")
+
+
+def graph_entry(b: Bucket, model: ModelDef, file: str, data: bytes) -> dict[str, Any]:
+    """A graph of bucket `b` whose file `file` holds `data`."""
+    ops = model.graph[0].op
+    results = next(op for op in ops if op.type == "NetOutput").input_desc
+    counts: dict[str, int] = {}
+    for op in ops:
+        counts[op.type] = counts.get(op.type, 0) + 1
+    return {
+        "name": b.name,
+        "phase": b.phase,
+        "rows": b.rows,
+        "tokens": b.tokens,
+        "file": file,
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "inputs": [_described(op.output_desc[0], op.name) for op in ops if op.type == "Data" and not is_weight(op)],
+        "weights": [op.name for op in ops if is_weight(op)],
+        "states": [op.name for op in ops if op.type == "RefData"],
+        "outputs": [_described(desc, "logits") for desc in results],
+        "ops": counts,
+    }
+
+
+def _described(desc: TensorDescriptor, name: str) -> dict[str, Any]:
+    return {"name": name, "shape": list(shape_of(desc)), "dtype": _dtype(dtype_of(desc))}
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def bucket_of(manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Bucket:
+    """The bucket a graph of a bundle was made for."""
+    s = manifest["state"]
+    return Bucket(
+        phase=entry["phase"],
+        rows=entry["rows"],
+        tokens=entry["tokens"],
+        page=s["page_tokens"],
+        pages=s["pages"],
+        sequence_pages=s["pages_per_sequence"],
+        slots=s["slots"],
+    )
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef]) -> dict[str, Any]:
+    """What a runtime must hold between steps, and how it says where; `b`: any bucket of the bundle."""
+    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    described = {op.name: op.output_desc[0] for m in models for op in m.graph[0].op if op.type == "RefData"}
+    entries = []
+    for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True)):
+        for leaf, s in tree.items(spec):
+            name = f"s.layers.{i}.{layer.kinds[0]}.{leaf}"
+            entries.append(
+                {
+                    "name": name,
+                    "shape": list(s.shape),
+                    "graph_shape": list(shape_of(described[name])) if name in described else [],
+                    "axes": list(s.axes),
+                    "dtype": _dtype(s.dtype),
+                }
+            )
+    return {
+        "slots": b.slots,
+        "pages": b.pages,
+        "page_tokens": b.page,
+        "pages_per_sequence": b.sequence_pages,
+        "tokens_per_sequence": b.sequence_pages * b.page,
+        "rules": RULES,
+        "states": entries,
+    }
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def weight_plan(
+    config: ModelConfig, models: Iterable[ModelDef], sources: Mapping[str, tuple[str, tuple[Step, ...]]]
+) -> dict[str, Any]:
+    """Every graph weight: the parameter, its checkpoint tensors, and the steps from there.
+
+    Args:
+        sources: parameter and steps by weight.
+    """
+    specs = dict(tree.items(decoder.model_specs(config)))
+    ops = {op.name: op for model in models for op in model.graph[0].op}
+    plan = {
+        name: weight_entry(specs[path], path, ops[name].output_desc[0], steps)
+        for name, (path, steps) in sources.items()
+    }
+    return {"weights": plan, "generated": {name: list(kind) for name, kind in GENERATED.items() if name in ops}}
+
+
+def weight_entry(spec: ParamSpec, path: str, desc: TensorDescriptor, steps: tuple[Step, ...]) -> dict[str, Any]:
+    """A weight that a graph reads as `desc`, made of the parameter `path` by `steps`."""
+    return {
+        "parameter": path,
+        "tensors": list(spec.source),
+        "stored": list(spec.stored),
+        "shape": list(spec.shape),
+        "dtype": _dtype(dtype_of(desc)),
+        "bytes": math.prod(shape_of(desc)) * dtype_of(desc).itemsize,
+        "steps": recipe.to_json(steps),
+    }
+
+
+# ---- held against the graphs -----------------------------------------------------------------------------------------
+
+
+def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, ModelDef]) -> None:
+    """Make manifest and weight plan again from the graphs, and compare.
+
+    Args:
+        models: each graph as it was read, by its name in the manifest.
+
+    Raises:
+        BundleError: the first thing that is not so, with the file and the key.
+    """
+    manifest, where = bundle.manifest, bundle.folder / MANIFEST
+    buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
+    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values()))
+    for s in manifest["state"]["states"]:
+        if math.prod(s["shape"]) != math.prod(s["graph_shape"]):
+            raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
+    for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
+        made = graph_entry(b, models[entry["name"]], entry["file"], b"") | {
+            key: entry[key] for key in ("bytes", "sha256")
+        }
+        _compare(where, f"graphs.{index}", entry, made)
+        _check_inputs(b, where, entry)
+        _check_numbers(models[entry["name"]], where, entry)
+    _check_plan(bundle, config, models.values())
+
+
+def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
+    """Raises BundleError at the first key whose value differs; tuples and lists are the same."""
+    for key, mine, made in _differences(path, found, json.loads(json.dumps(expected))):
+        raise BundleError(f"{where}: {key} is {_short(mine)}; the graphs and the model make it {_short(made)}.")
+
+
+def _differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        for key in sorted(found):
+            yield from _differences(f"{path}.{key}", found[key], expected[key])
+    elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        for index, (mine, made) in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(f"{path}.{index}", mine, made)
+    elif type(found) is not type(expected) or found != expected:
+        yield path, found, expected
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _check_inputs(b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
+    """Inputs are those of the bucket's batch, and those that are generated."""
+    tensors = {"tokens": meta((b.rows, b.tokens), torch.int64)}
+    tensors |= {f"batch.{name}": x for name, x in tree.items(batch_inputs(b))}
+    known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
+    for i in entry["inputs"]:
+        if i["name"] not in GENERATED:
+            _compare(where, f"inputs of {entry['name']}: {i['name']}", i, known.get(i["name"]))
+
+
+def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> None:
+    """Indexes run through inputs, weights and states as listed."""
+    index = {op.name: get_attr(op, "index") for op in model.graph[0].op if op.type in ("Data", "RefData")}
+    listed = [i["name"] for i in entry["inputs"]] + [n for n in entry["weights"] if n in index] + entry["states"]
+    for at, name in enumerate(listed):
+        if index[name] != at:
+            found = f"{name} is at place {at} of the inputs of graph {entry['name']}"
+            raise BundleError(f"{where}: {found}, there it has index {index[name]}.")
+
+
+def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef]) -> None:
+    specs = dict(tree.items(decoder.model_specs(config)))
+    where, plan = bundle.folder / WEIGHTS, bundle.weights["weights"]
+    ops = {op.name: op for model in models for op in model.graph[0].op}
+    for name in [op.name for op in ops.values() if is_weight(op)]:
+        if name not in plan or plan[name]["parameter"] not in specs:
+            raise BundleError(f"{where}: weight {name} of the graphs is not made of a parameter of the model.")
+        entry, spec, desc = plan[name], specs[plan[name]["parameter"]], ops[name].output_desc[0]
+        steps = recipe.from_json(entry["steps"])
+        made = weight_entry(spec, entry["parameter"], desc, steps)
+        placed = {"offset": entry["offset"]} if ops[name].type == "FileConstant" else {}
+        _compare(where, f"weights.{name}", entry, made | placed)
+        _check_steps(name, steps, torch.empty(spec.shape, dtype=spec.dtype or config.dtype, device="meta"), desc)
+    made = {name: list(kind) for name, kind in GENERATED.items() if name in ops}
+    _compare(where, "generated", bundle.weights["generated"], made)
+    if unused := sorted(set(plan) - set(ops)):
+        raise BundleError(f"{where}: no graph reads {unused[0]}.")
+
+
+def _check_steps(name: str, steps: tuple[Step, ...], parameter: torch.Tensor, desc: TensorDescriptor) -> None:
+    try:
+        made = recipe.apply(steps, parameter)
+    except (RuntimeError, IndexError, TypeError, KeyError) as error:
+        shape = list(parameter.shape)
+        raise BundleError(f"weight {name}: the steps do not fit a parameter of {shape}: {error}") from None
+    if made.numel() != math.prod(shape_of(desc)) or made.dtype != dtype_of(desc):
+        found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{_dtype(dtype_of(desc))}{list(shape_of(desc))}"
+        raise BundleError(f"weight {name}: the plan makes {found}, the graph reads {read}.")
