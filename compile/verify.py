@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_params
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import MlaConfig, ModelConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, step_batch
 from kimi_graph.models import decoder
@@ -40,11 +40,22 @@ Notify = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of the script, the same for model and graph."""
+    """One step of the script, the same for model and graph.
+
+    Attributes:
+        vision: rows `[B, T]` and values `[M, D]` that stand for tokens (see `decoder.forward`), in models with vision.
+    """
 
     phase: str
     tokens: Tensor
     batch: Batch[Tensor]
+    vision: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What the graph reads besides batch, weights and states."""
+        more = {} if self.vision is None else {"vision.rows": self.vision[0], "vision.values": self.vision[1]}
+        return {"tokens": self.tokens, **more}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,19 +185,43 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, capacity)
     table, slots = _scattered(contract, rows, generator)
     room = max(1, min(capacity, (contract["pages"] - 1) // rows * page) - (steps if "decode" in phases else 0))
-    prompts = torch.tensor([max(1, min(room, chunk + chunk // 2 + 1 - r * (chunk // 3 + 1))) for r in range(rows)])
+    longest = max(chunk + chunk // 2 + 1, _top_k(config) + chunk // 2 + 1)  # so that a selection leaves something out
+    prompts = torch.tensor([max(1, min(room, longest - r * (chunk // 3 + 1))) for r in range(rows)])
+
+    def batch(*where: Tensor, tokens: int) -> Batch[Tensor]:
+        return step_batch(*where, tokens, page, config.rope, config.rotary, torch.float64)
+
     before = torch.zeros(rows, dtype=torch.int64)
     while bool((before < prompts).any()):
         counts = (prompts - before).clamp(max=chunk)
         tokens = torch.randint(config.vocab, (rows, chunk), generator=generator)
-        yield Step(phase="prefill", tokens=tokens, batch=step_batch(table, slots, before, counts, chunk, page))
+        here = batch(table, slots, before, counts, tokens=chunk)
+        vision = _image_rows(phases.get("prefill"), config, counts, generator)
+        yield Step(phase="prefill", tokens=tokens, batch=here, vision=vision)
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
         used = (torch.arange(rows) != i % (rows + 1)) | (rows == 1)  # one row after the other stands empty, then none
         mine = (table * used[:, None]).int(), (slots * used).int(), before * used, used.long()
-        yield Step(phase="decode", tokens=tokens, batch=step_batch(*mine, 1, page))
+        yield Step(phase="decode", tokens=tokens, batch=batch(*mine, tokens=1))
         before = before + used
+
+
+def _top_k(config: ModelConfig) -> int:
+    """Keys a sparse layer keeps; 0 in dense models."""
+    mixers = [layer.mixer for layer in config.layers]
+    return max((m.indexer.top_k for m in mixers if isinstance(m, MlaConfig) and m.indexer), default=0)
+
+
+def _image_rows(
+    entry: dict[str, Any] | None, config: ModelConfig, counts: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor] | None:
+    """Some tokens stand for rows of random image embeddings, in models with vision."""
+    if config.vision is None or entry is None:
+        return None
+    images, shape = entry["images"], (len(counts), entry["tokens"])
+    rows = torch.randint(images + 1, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.5)
+    return rows, torch.randn(images, config.embed, generator=generator, dtype=torch.float64)
 
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -217,7 +252,14 @@ class ModelSide:
         decode = step.phase == "decode"
         with torch.no_grad():
             logits, self.states = decoder.forward(
-                self.params, self.config, step.tokens, self.states, step.batch, step=decode, last_only=not decode
+                self.params,
+                self.config,
+                step.tokens,
+                self.states,
+                step.batch,
+                step=decode,
+                last_only=not decode,
+                vision=step.vision,
             )
         return logits[:, 0]
 
@@ -234,7 +276,7 @@ class GraphSide:
     """The bundle's graphs in the executor."""
 
     def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
-        self.mode = mode
+        self.mode, self.dtype = mode, params.embed.dtype
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
@@ -254,8 +296,9 @@ class GraphSide:
     def step(self, step: Step, selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
         executor = self.graphs[step.phase]
-        given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)}
-        given["tokens"] = step.tokens
+        given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)} | step.inputs
+        if self.mode == "native":
+            given = {name: _narrow(name, x, self.dtype) for name, x in given.items()}
         missing = [name for name in executor.inputs if name not in given]
         if missing:
             raise BundleError(f"graph {step.phase}: nobody knows what its input {missing[0]!r} is.")
@@ -269,6 +312,13 @@ class GraphSide:
         """Start from the model's states."""
         for name, value in states.items():
             self.states[name].copy_(value.view(self.states[name].shape))
+
+
+def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 input of the script in the graph's own dtype: angles float32, image embeddings the model's."""
+    if name in ("batch.cos", "batch.sin"):
+        return x.float()
+    return x.to(dtype) if name == "vision.values" else x
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
