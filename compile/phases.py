@@ -55,7 +55,7 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def batch_inputs(c: ModelConfig, b: Bucket) -> Batch[Tensor]:
-    angles = meta((b.rows, b.tokens, c.rotary // 2), torch.float32) if c.rotary else None
+    angles = None if c.rotation is None else meta((b.rows, b.tokens, c.rotation[1] // 2), torch.float32)
     return Batch(
         slots=meta((b.rows,), torch.int32),
         lengths=meta((b.rows,), torch.int64),

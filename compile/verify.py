@@ -189,7 +189,7 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     prompts = torch.tensor([max(1, min(room, longest - r * (chunk // 3 + 1))) for r in range(rows)])
 
     def batch(*where: Tensor, tokens: int) -> Batch[Tensor]:
-        return step_batch(*where, tokens, page, config.rope, config.rotary, torch.float64)
+        return step_batch(*where, tokens, page, rope=config.rotation, dtype=torch.float64)
 
     before = torch.zeros(rows, dtype=torch.int64)
     while bool((before < prompts).any()):

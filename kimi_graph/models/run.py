@@ -273,7 +273,7 @@ def generate(
         for _ in range(max_new_tokens):
             token = sample(logits, temperature, top_p, generator).masked_fill(done, config.pad)
             new.append(token)
-            done |= token == config.eos
+            done |= torch.isin(token, torch.tensor(config.eos))
             if bool(done.all()) or len(new) == max_new_tokens:
                 break
             logits, state = decode(config, params, token, state, donate=True)
