@@ -8,8 +8,12 @@ from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
 from .moe import grouped_matmul, moe_combine, moe_dispatch, moe_route, swiglu
-from .norm import gated_rms_norm, l2_norm, rms_norm
+from .norm import gated_rms_norm, l2_norm, layer_norm, rms_norm
+from .residual_mix import residual_mix
+from .rope import rope
 from .short_conv import short_conv
+from .situ import situ, situ_mul
+from .sparse_attention import index_write, select_keys, sparse_attention
 
 __all__ = [
     "OPERATORS",
@@ -23,16 +27,24 @@ __all__ = [
     "donating",
     "gated_rms_norm",
     "grouped_matmul",
+    "index_write",
     "kda_chunk",
     "kda_gate",
     "kda_step",
     "l2_norm",
     "latent_attention",
+    "layer_norm",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
     "operator",
+    "residual_mix",
     "rms_norm",
+    "rope",
+    "select_keys",
     "short_conv",
+    "situ",
+    "situ_mul",
+    "sparse_attention",
     "swiglu",
 ]

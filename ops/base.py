@@ -66,7 +66,7 @@ class Operator:
     Attributes:
         name: schema name; the node is `kimi::<name>`.
         sharding: one letter group per tensor argument and result, as in einsum: a letter of an operand that no
-            result has is a partial sum.
+            result has is a partial sum. A list of tensors is one argument, and its group is that of each of them.
         whole: letters that may not be sharded. Slots `s` and pages `p` are an exception: they are split as the rows `b`
             that own them, and ids count within a device's part.
         lower: `lower(ge, *args)`: GE tensors in, GE tensors out; `ge` is the lowering room of the compiler.
@@ -83,6 +83,7 @@ class Operator:
         parameters = self._signature.parameters.values()
         self._arity = len(parameters)
         self._floats = frozenset(i for i, p in enumerate(parameters) if p.annotation in (float, float | None))
+        self._lists = tuple(i for i, p in enumerate(parameters) if p.annotation == list[torch.Tensor])
         self._qualified_op_name = f"kimi::{self.name}"
         _LIBRARY.define(self.name + torch.library.infer_schema(reference, mutates_args=()))
         _LIBRARY.impl(self.name, reference, "CPU")
@@ -105,9 +106,13 @@ class Operator:
             args = bound.args
         if self._floats:
             args = tuple(as_f32(v) if i in self._floats and v is not None else v for i, v in enumerate(args))
+        asked = args
+        for i in self._lists:  # torch looks for overrides among the arguments themselves, not inside lists
+            args = (*args[:i], list(args[i]), *args[i + 1 :])
+            asked = (*asked, *args[i])
         # the first, quick question finds nobody in eager code; tensors' subclasses need not be asked
-        if has_torch_function(args) and has_torch_function(tuple(v for v in args if not isinstance(v, torch.Tensor))):
-            given = tuple(v for v in args if hasattr(v, "__torch_function__"))
+        if has_torch_function(asked) and has_torch_function(tuple(v for v in asked if not isinstance(v, torch.Tensor))):
+            given = tuple(v for v in asked if hasattr(v, "__torch_function__"))
             return handle_torch_function(self, given, *args)
         if self.lower is not None and _capturing.get():
             return self.op(*args)
@@ -121,7 +126,7 @@ def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]]
     """Decorator: make a reference function an operator.
 
     Args:
-        sharding: `"b h k, b h k -> b h"`, one group per tensor argument, then per result.
+        sharding: `"b h k, b h k -> b h"`, one group per tensor argument (a list of tensors has one), then per result.
         whole: letters that may not be sharded.
     """
 

@@ -9,31 +9,47 @@ from .contract import FEW, few_rows, shares
 
 
 @operator(sharding="n e, e -> n k, n k", whole="ek")
-def moe_route(scores: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def moe_route(
+    scores: Tensor, bias: Tensor, top_k: int, scale: float, groups: int = 1, kept_groups: int = 1
+) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts of each row by `sigmoid(scores) + bias`, weigh them by the normalised sigmoid alone.
 
     Args:
         scores: `[N, E]` float32. bias: `[E]`, takes part in the selection only.
         scale: multiplies the weights after they were normalised to sum 1.
+        groups, kept_groups: experts lie in equal groups, and only those of the `kept_groups` best are chosen from; a
+            group is as good as the sum of its two best. Equal groups go to the lower one.
 
     Returns:
         weights `[N, K]` float32 and experts `[N, K]` int32, best first; equal scores go to the lower expert.
     """
     probability = torch.sigmoid(at_least_f32(scores))
-    chosen = torch.sort(probability + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    biased = probability + bias
+    if kept_groups < groups:
+        biased = _in_best_groups(biased.unflatten(1, (groups, -1)), kept_groups).flatten(1)
+    chosen = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = torch.gather(probability, 1, chosen)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, chosen.int()
 
 
+def _in_best_groups(biased: Tensor, kept: int) -> Tensor:
+    """`[N, groups, experts of a group]` with minus infinity in all but the `kept` best groups."""
+    best_two = biased.topk(min(2, biased.shape[2]), dim=-1).values.sum(-1)
+    order = torch.sort(best_two, dim=-1, descending=True, stable=True).indices
+    left_out = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, order[:, kept:], True)
+    return biased.masked_fill(left_out[:, :, None], float("-inf"))
+
+
 @moe_route.fake
-def _(scores, bias, top_k, scale):
+def _(scores, bias, top_k, scale, groups, kept_groups):
     rows = scores.shape[0]
     return scores.new_empty(rows, top_k), scores.new_empty(rows, top_k, dtype=torch.int32)
 
 
 @moe_route.lowering
-def _(ge, scores, bias, top_k, scale):
+def _(ge, scores, bias, top_k, scale, groups, kept_groups):
     # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says
+    assert groups == 1
     weights, chosen, _ = ge.MoeGatingTopK(
         scores, bias, None, None, k=top_k, k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=1,
         out_flag=False, routed_scaling_factor=scale, eps=1e-20,

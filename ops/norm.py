@@ -1,4 +1,4 @@
-"""Norms over the last dimension: RMSNorm, RMSNorm with a sigmoid gate, L2 norm. Statistics in float32."""
+"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm. Statistics in float32."""
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,26 @@ def _(x, weight, eps):
 @rms_norm.lowering
 def _(ge, x, weight, eps):
     return ge.RmsNorm(x, weight, epsilon=eps)[0]
+
+
+@operator(sharding="... d, d, d -> ... d", whole="d")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`weight * (x - mean) / sqrt(variance + eps) + bias`, float32 throughout, cast at the end.
+
+    Args:
+        x: `[..., D]`. weight, bias: `[D]`.
+    """
+
+    def norm(x: Tensor) -> Tensor:
+        wide = [at_least_f32(v) for v in (x, weight, bias)]
+        return F.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+
+    return by_rows(norm, x)
+
+
+@layer_norm.fake
+def _(x, weight, bias, eps):
+    return torch.empty_like(x)
 
 
 @operator(sharding="... d, ... d, d -> ... d", whole="d")
