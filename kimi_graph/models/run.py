@@ -4,13 +4,13 @@ Axes: B sequences, T tokens, V vocab.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
+from kimi_graph import layers, tree
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.init import init_tensor
@@ -137,14 +137,21 @@ def _run(
     last_only: bool,
     taps: Iterable[str] | None,
     donate: bool,
+    vision: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, State[Tensor], dict[str, Tensor]]:
     _check(config, tokens, state, counts, "decode" if step else "prefill")
     state = _adopt(config, params, state)
     pages = -(-int((state.lengths + counts).max()) // state.page)  # of the longest sequence: no layer looks further
     table = state.block_table[:, : max(1, pages)]
-    batch: Batch[Tensor] = step_batch(table, state.slots, state.lengths, counts, tokens.shape[1], state.page)
+    dtype = torch.float64 if params.embed.dtype == torch.float64 else torch.float32
+    width = tokens.shape[1]
+    batch: Batch[Tensor] = step_batch(
+        table, state.slots, state.lengths, counts, width, state.page, rope=config.rotation, dtype=dtype
+    )
     with donating() if donate else contextlib.nullcontext(), collect(taps or ()) as found:
-        logits, after = forward(params, config, tokens, state.layers, batch, step=step, last_only=last_only)
+        logits, after = forward(
+            params, config, tokens, state.layers, batch, step=step, last_only=last_only, vision=vision
+        )
     return logits, tree.replace(state, layers=after, lengths=batch.lengths), found
 
 
@@ -156,6 +163,7 @@ def prefill(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    vision: Sequence[Tensor] | None = None,
     last_only: bool = False,
     taps: Iterable[str] | None = None,
     donate: bool = False,
@@ -167,6 +175,8 @@ def prefill(
         mask: `[B, T]` bool, False at padding. Left, right or scattered padding is exact: the real tokens of a row move
             together and their logits move back; padding gives zeros.
         cu_seqlens: `[B + 1]`, where each packed sequence starts and the last ends; sequences do not see each other.
+        vision: embeddings `[tokens, D]` of the images (`encode_image`), in the order of their placeholder tokens, which
+            they replace: one placeholder per embedding row.
         last_only: logits of each sequence's last token only.
         taps: patterns of intermediates to return as well, such as `layers.*.moe.experts`.
         donate: the state given may be overwritten (do not use it again): saves a copy of every cache.
@@ -180,24 +190,43 @@ def prefill(
     """
     if mask is not None and cu_seqlens is not None:
         raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
-    rows, width = tokens.shape
-    restore = None
-    if cu_seqlens is not None:
-        inner, counts = packing.unpack(tokens, cu_seqlens)
-        restore = lambda x: packing.pack(x, cu_seqlens)  # noqa: E731
-    elif mask is not None:
-        inner, counts = packing.left_to_right(tokens, mask)
-        restore = lambda x: packing.right_to_left(x, mask)  # noqa: E731
-    else:
-        inner, counts = tokens, torch.full((rows,), width, dtype=torch.int64)
+    move, restore = _layout(tokens, mask, cu_seqlens)
+    inner, counts = move(tokens)
+    images = None
+    if vision is not None:
+        if config.vision is None:
+            raise ConfigError(f"prefill: images were given, but {config.name} has no vision tower.")
+        values = torch.cat([v.to(params.embed.dtype) for v in vision])
+        images = move(layers.vision_rows(tokens, config.vision.placeholder, len(values)))[0], values
     logits, after, found = _run(
-        config, params, inner, state, counts, step=False, last_only=last_only, taps=taps, donate=donate
+        config,
+        params,
+        inner,
+        state,
+        counts,
+        step=False,
+        last_only=last_only,
+        taps=taps,
+        donate=donate,
+        vision=images,
     )
     if last_only:
         logits = logits[:, 0]
-    elif restore is not None:
+    else:
         logits = restore(logits)
     return (logits, after) if taps is None else ((logits, after), found)
+
+
+def _layout(
+    tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor], Tensor]]:
+    """How rows as given become right-padded rows with their counts, and back."""
+    if cu_seqlens is not None:
+        return lambda x: packing.unpack(x, cu_seqlens), lambda x: packing.pack(x, cu_seqlens)
+    if mask is not None:
+        return lambda x: packing.left_to_right(x, mask), lambda x: packing.right_to_left(x, mask)
+    counts = torch.full((tokens.shape[0],), tokens.shape[1], dtype=torch.int64)
+    return lambda x: (x, counts), lambda x: x
 
 
 def decode(
