@@ -53,7 +53,7 @@ def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
     def conv(name: str, size: int) -> ParamSpec:
         axes = "heads key _" if name != "v_conv1d" else "heads value _"
         stored = (c.heads * size, 1, c.conv_width)
-        return weight((c.heads, size, c.conv_width), axes, source=f"{name}.weight", stored=stored)
+        return weight((c.heads, size, c.conv_width), axes, source=f"{name}.weight", stored=stored, dtype=c.conv_dtype)
 
     def up(name: str, size: int, axis: str) -> ParamSpec:
         stored = (c.heads * size, c.gate_rank)
@@ -83,7 +83,7 @@ def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
         if c.full_rank_gate
         else weight((c.gate_rank, embed), "gate_rank embed", source="g_a_proj.weight"),
         gate_up=None if c.full_rank_gate else up("g_b_proj", c.value, "value"),
-        norm=weight((c.value,), "value", source="o_norm.weight"),
+        norm=weight((c.value,), "value", source="o_norm.weight", dtype=c.conv_dtype),
         out=weight((embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, values)),
     )
 
