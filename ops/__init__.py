@@ -4,6 +4,8 @@ from .attention import attention, latent_attention
 from .base import OPERATORS, Operator, at_least_f32, capturing, donating, operator
 from .cache import cache_read, cache_write
 from .contract import contract
+from .full_attention import full_attention
+from .gelu import gelu
 from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
@@ -25,7 +27,9 @@ __all__ = [
     "capturing",
     "contract",
     "donating",
+    "full_attention",
     "gated_rms_norm",
+    "gelu",
     "grouped_matmul",
     "index_write",
     "kda_chunk",

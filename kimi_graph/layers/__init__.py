@@ -15,6 +15,19 @@ from .kda import Kda, kda, kda_specs, kda_state_specs
 from .mla import Mla, mla, mla_specs, mla_state_specs
 from .moe import Moe, moe, moe_specs
 from .rope import mscale, rope_rows, rope_table
+from .vision import (
+    Vision,
+    VisionTables,
+    arrange_patches,
+    replace_rows,
+    vision_block,
+    vision_embed,
+    vision_forward,
+    vision_project,
+    vision_rows,
+    vision_specs,
+    vision_tables,
+)
 
 __all__ = [
     "AttnResidual",
@@ -27,6 +40,9 @@ __all__ = [
     "MlaState",
     "Moe",
     "StoredMix",
+    "Vision",
+    "VisionTables",
+    "arrange_patches",
     "attn_residual",
     "attn_residual_specs",
     "ffn",
@@ -42,10 +58,18 @@ __all__ = [
     "moe",
     "moe_specs",
     "mscale",
+    "replace_rows",
     "rope_rows",
     "rope_table",
     "row_batch",
     "step_batch",
     "stored_mix",
+    "vision_block",
+    "vision_embed",
+    "vision_forward",
+    "vision_project",
+    "vision_rows",
+    "vision_specs",
+    "vision_tables",
     "zero_state",
 ]
