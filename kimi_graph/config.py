@@ -164,6 +164,9 @@ class VisionConfig:
             and RMSNorm. merge: patches merged to a token (height, width).
         projector_norm: "before" (LayerNorm per patch) or "after" (RMSNorm of the result).
         patch_limit: patches of one image; the picture is made smaller beyond.
+        chessboard: what shows through transparent pixels: a side of its squares, their light and their dark value; the
+            first is light. None: pixels keep their colour, whatever their transparency.
+        sized_prompt: the prompt says how large the picture is.
     """
 
     embed: int
@@ -183,6 +186,8 @@ class VisionConfig:
     projector_eps: float
     patch_limit: int
     placeholder: int
+    chessboard: tuple[int, int, int] | None = None
+    sized_prompt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
