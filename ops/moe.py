@@ -48,11 +48,13 @@ def _(scores, bias, top_k, scale, groups, kept_groups):
 
 @moe_route.lowering
 def _(ge, scores, bias, top_k, scale, groups, kept_groups):
-    # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says
-    assert groups == 1
+    # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says. group_select_mode 1: the sum of a
+    # group's two best
+    if kept_groups == groups:
+        groups = kept_groups = 1
     weights, chosen, _ = ge.MoeGatingTopK(
-        scores, bias, None, None, k=top_k, k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=1,
-        out_flag=False, routed_scaling_factor=scale, eps=1e-20,
+        scores, bias, None, None, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
+        renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
     )  # fmt: skip
     return weights, chosen
 

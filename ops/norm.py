@@ -53,6 +53,11 @@ def _(x, weight, bias, eps):
     return torch.empty_like(x)
 
 
+@layer_norm.lowering
+def _(ge, x, weight, bias, eps):
+    return ge.LayerNormV4(x, ge.const([ge.shape(x)[-1]], torch.int64), weight, bias, epsilon=eps)[0]
+
+
 @operator(sharding="... d, ... d, d -> ... d", whole="d")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of `x`, times the sigmoid of `gate`; float32 throughout, cast at the end.

@@ -29,3 +29,10 @@ def residual_mix(sources: list[Tensor], norm: Tensor, query: Tensor, eps: float)
 @residual_mix.fake
 def _(sources, norm, query, eps):
     return torch.empty_like(sources[0])
+
+
+@residual_mix.lowering
+def _(ge, sources, norm, query, eps):
+    reason = "own type: CANN has no operator for it, and a composition would read the sources several times"
+    ge.chose("attention over depth", "AttnResMix", reason)
+    return ge.own("AttnResMix", {"sources": list(sources), "norm": norm, "query": query}, ["y"], {"eps": eps})

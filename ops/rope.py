@@ -25,3 +25,29 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 @rope.fake
 def _(x, cos, sin, interleaved):
     return torch.empty_like(x)
+
+
+@rope.lowering
+def _(ge, x, cos, sin, interleaved):
+    # rows as one sequence: angles may then differ by row, in every release and on every chip
+    rows, tokens, heads, width = ge.shape(x)
+    flat, dtype = [1, rows * tokens, heads, width], ge.dtype(x)
+    reason = "takes both layouts on every chip and gives the layout it was given; angles rounded to the dtype of x"
+    if interleaved and ge.soc != "950":
+        reason += "; InterleaveRope gives the pairs apart, so that caches would not be those of 950, which lacks it"
+    ge.chose("rotation", "RotaryPositionEmbedding", reason)
+    angles = (_of_channels(ge, ge.cast(a, dtype), interleaved) for a in (cos, sin))
+    y = ge.RotaryPositionEmbedding(ge.reshape(x, flat), *angles, mode=int(interleaved))
+    return ge.reshape(ge.mark(y, flat, dtype), ge.shape(x))
+
+
+def _of_channels(ge, angles, interleaved):
+    """cos or sin of pairs `[B, T, R / 2]` as those of channels: `[1, B * T, 1, R]`."""
+    rows, tokens, pairs = ge.shape(angles)
+    one, two = ([pairs, 1], [pairs, 2]) if interleaved else ([1, pairs], [2, pairs])
+    count = rows * tokens
+
+    def make():
+        return ge.broadcast(ge.reshape(angles, [count, *one]), [count, *two])
+
+    return ge.reshape(ge.once(("channels", angles.tensor, interleaved), make), [1, count, 1, 2 * pairs])
