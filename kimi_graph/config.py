@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ class KdaConfig:
         gate_lower_bound: None: softplus decay gate, unbounded below; else the bounded sigmoid gate.
         full_rank_gate: the output gate is one matrix (`g_proj`) rather than two (`g_a_proj`, `g_b_proj`).
         stored_rates: shape of A_log in the checkpoint; entries after the heads are zero padding.
+        conv_dtype: fixed dtype of the convolutions and the output norm; None: the model's.
     """
 
     heads: int
@@ -30,6 +32,7 @@ class KdaConfig:
     gate_lower_bound: float | None = None
     full_rank_gate: bool = False
     stored_rates: tuple[int, ...]
+    conv_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +212,23 @@ DEEPSEEK_NAMES = Names(prefix="", moe="mlp", experts=("gate_proj", "up_proj", "d
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What a file says of quantised weights. Which tensors they are, and whether it is so, only the checkpoint says.
+
+    Attributes:
+        format: "mxfp4" (E2M1 numbers, an E8M0 scale), "int4" or "fp8" (E4M3).
+        block: weights that share a scale (outputs, inputs).
+        activations: "dynamic" (quantised as they come), or None: the file leaves them alone.
+        ignore: patterns of the names that the file excepts.
+    """
+
+    format: str
+    block: tuple[int, int]
+    activations: str | None
+    ignore: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole model. Two configs are equal when they mean the same model, whatever they are called.
 
@@ -220,8 +240,11 @@ class ModelConfig:
         tied: the output projection is the token embedding.
         residual_block: layers of a block of attention residuals; None: ordinary residual connections.
         names: spelling of the checkpoint. vision: None: text only.
-        assumptions: what the preset says that no released file does, in words.
-        bos, eos, pad: ids of the tokens that start, end and fill a sequence.
+        quant: what the file says of quantised weights; None: there are none.
+        draft_layers: how many layers after the model's a checkpoint may hold for drafting; they are not read.
+        assumptions: what this config says that no released file does, in words.
+        bos, pad: ids of the tokens that start a sequence (None: there is none) and fill it up. eos: those that end it,
+            the usual one first.
         source: the file as read, for writing it again (a fixture, a bundle).
     """
 
@@ -235,29 +258,33 @@ class ModelConfig:
     residual_block: int | None = None
     names: Names = KIMI_NAMES
     vision: VisionConfig | None = None
-    assumptions: tuple[str, ...] = ()
+    quant: QuantConfig | None = None
+    draft_layers: int = field(default=0, compare=False)
+    assumptions: tuple[str, ...] = field(default=(), compare=False)
     max_len: int
     dtype: torch.dtype
-    bos: int
-    eos: int
+    bos: int | None
+    eos: tuple[int, ...]
     pad: int
     source: dict[str, Any] = field(compare=False, repr=False)
 
     @property
-    def rope(self) -> RopeConfig | None:
-        """Rotation of the attention layers; None where they have none (they all have the same)."""
-        return next((m.rope for m in (layer.mixer for layer in self.layers) if isinstance(m, MlaConfig)), None)
-
-    @property
-    def rotary(self) -> int:
-        """Rotated channels of a head; 0 without rotation."""
+    def rotation(self) -> tuple[RopeConfig, int] | None:
+        """Rotation of the attention layers and the channels of a head it turns; None where they have none."""
         found = (m for m in (layer.mixer for layer in self.layers) if isinstance(m, MlaConfig) and m.rope)
-        return next((m.key_rope for m in found), 0)
+        return next(((m.rope, m.key_rope) for m in found if m.rope), None)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def is_draft(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to a draft layer: one that comes after the model's own."""
+    found = re.match(r"(language_model\.)?(model\.)?layers\.(\d{1,9})\.", name)
+    count = len(config.layers)
+    return found is not None and count <= int(found[3]) < count + config.draft_layers
 
 
 def canonical(config: ModelConfig) -> str:
