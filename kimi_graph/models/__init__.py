@@ -2,6 +2,7 @@
 
 from .decoder import Block, Decoder, count_parameters, forward, model_specs, state_specs
 from .run import State, decode, generate, init_params, init_state, prefill
+from .vision import encode_image
 
 __all__ = [
     "Block",
@@ -9,6 +10,7 @@ __all__ = [
     "State",
     "count_parameters",
     "decode",
+    "encode_image",
     "forward",
     "generate",
     "init_params",
