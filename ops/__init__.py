@@ -5,7 +5,6 @@ from .base import OPERATORS, Operator, at_least_f32, capturing, donating, operat
 from .cache import cache_read, cache_write
 from .contract import contract
 from .full_attention import full_attention
-from .gelu import gelu
 from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
@@ -29,7 +28,6 @@ __all__ = [
     "donating",
     "full_attention",
     "gated_rms_norm",
-    "gelu",
     "grouped_matmul",
     "index_write",
     "kda_chunk",

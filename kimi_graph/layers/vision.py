@@ -269,7 +269,7 @@ def vision_block(p: VisionBlock[Tensor], c: VisionConfig, x_ND: Tensor, tables: 
     o_NHK = ops.full_attention(q, k, v, tables.count, c.head_dim**-0.5)[0]
     x_ND = x_ND + _linear("nhk,dhk->nd", o_NHK, p.out)
     h_ND = _norm(x_ND, p.ffn_norm, c.norm_eps)
-    return x_ND + _linear("nf,df->nd", ops.gelu(_linear("nd,fd->nf", h_ND, p.up), True), p.down)
+    return x_ND + _linear("nf,df->nd", F.gelu(_linear("nd,fd->nf", h_ND, p.up), approximate="tanh"), p.down)
 
 
 def vision_project(p: Vision[Tensor], c: VisionConfig, x_ND: Tensor, frames: int) -> Tensor:
@@ -280,7 +280,7 @@ def vision_project(p: Vision[Tensor], c: VisionConfig, x_ND: Tensor, frames: int
     if c.projector_norm == "before":
         x_ND = _norm(x_ND, p.projector.norm, c.projector_eps)
     x_MW = x_ND.reshape(-1, math.prod(c.merge) * c.embed)
-    y_ME = _linear("mf,ef->me", ops.gelu(_linear("mw,fw->mf", x_MW, p.projector.up), False), p.projector.down)
+    y_ME = _linear("mf,ef->me", F.gelu(_linear("mw,fw->mf", x_MW, p.projector.up)), p.projector.down)
     return _norm(y_ME, p.projector.norm, c.projector_eps) if c.projector_norm == "after" else y_ME
 
 
