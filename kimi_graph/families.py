@@ -2,7 +2,7 @@
 
 No size is derived from another that the released code does not derive: hidden_size / num_attention_heads, for one, is
 the width of nothing in these models.
-Source: fact sheet of models, sections 1.1, 2.1, 5.1, 6 and 7; what others read wrong, in the public cases C, R, V2, K11.
+Source: fact sheet of models, sections 1.1, 2.1, 5.1, 6, 7; what others read wrong, in the public cases C, R, V2, K11.
 """
 
 import math
@@ -143,10 +143,10 @@ def _text_faults(v: Values, *, experts: str, top_k: str, groups: str) -> Iterato
 def _group_faults(experts: int, top_k: int, groups: int, kept: int, key: str, experts_key: str) -> Iterator[str]:
     """Grouped routing: the two best experts score a group, a few groups are kept, experts are chosen inside them."""
     if experts % groups or (groups > 1 and experts < 2 * groups):
-        yield f"{key}: found {groups}, expected a divisor of {experts} ({experts_key}) with two experts or more a group."
+        yield f"{key}: found {groups}, expected a divisor of {experts} ({experts_key}), two experts a group at least."
     elif kept > groups:
         yield f"topk_group: found {kept}, expected at most {groups} ({key})."
-    elif kept * (experts // groups) < top_k:
+    elif groups > 1 and kept * (experts // groups) < top_k:
         yield f"topk_group: found {kept}, expected more: {kept} groups of {experts // groups} hold no {top_k} experts."
 
 
@@ -420,7 +420,7 @@ def _k3_faults(v: Values) -> Iterator[str]:
         return
     full = v["linear_attn_config"]["full_attn_layers"]
     if wrong := set(dsa["dsa_layers"]) ^ set(full):
-        yield f"dsa_config.dsa_layers: expected the same layers as full_attn_layers; layer {some(wrong)} is in one alone."
+        yield f"dsa_config.dsa_layers: expected the layers of full_attn_layers; layer {some(wrong)} is in one alone."
     if v["q_lora_rank"] is None:
         yield "dsa_config: found an indexer, expected none: it reads the low-rank query, and q_lora_rank is null."
 
@@ -560,8 +560,8 @@ def _deepseek_faults(v: Values) -> Iterator[str]:
     layers = v["num_hidden_layers"]
     kinds = tuple("sparse" if _is_moe(v, i) else "dense" for i in range(layers))
     yield from _listed_faults("mlp_layer_types", v["mlp_layer_types"], kinds, "first_k_dense_replace, moe_layer_freq")
-    if "index_head_dim" in v and v["index_head_dim"] < v["qk_rope_head_dim"]:
-        yield f"index_head_dim: found {v['index_head_dim']}, expected {v['qk_rope_head_dim']} (qk_rope_head_dim) or more."
+    if (index := v.get("index_head_dim")) is not None and index < v["qk_rope_head_dim"]:
+        yield f"index_head_dim: found {index}, expected {v['qk_rope_head_dim']} (qk_rope_head_dim) or more."
 
 
 def _listed_faults(key: str, listed: tuple[str, ...] | None, expected: tuple[str, ...], why: str) -> Iterator[str]:
@@ -711,6 +711,9 @@ _K3_VISION = Section(
 
 # Patches of one image. The released preprocessor_config.json of K3 is not known: 65,536 is a third party's default.
 K25_PATCHES, K3_PATCHES = 16_384, 65_536
+# Behind transparent pixels: side, light and dark of K3's preprocessor_config.json, as in
+# https://github.com/smg-project/smg/pull/1991; K2.5 has none.
+K3_CHESSBOARD = (8, 255, 180)
 K3_VISION_EPS = torch.finfo(torch.float32).eps  # torch.nn.RMSNorm without eps (fact sheet, section 4)
 
 
@@ -747,6 +750,8 @@ def _vision(v: Values, *, width: str, k3: bool, placeholder: int) -> VisionConfi
         projector_eps=v["projector_ln_eps"],
         patch_limit=v["in_patch_limit"] or (K3_PATCHES if k3 else K25_PATCHES),
         placeholder=placeholder,
+        chessboard=K3_CHESSBOARD if k3 else None,
+        sized_prompt=k3,
     )
 
 
@@ -796,7 +801,8 @@ def _whole_faults(v: Values, text_faults: Callable[[Values], Iterable[str]], wid
     yield from _inside("vision_config", _vision_faults(v["vision_config"], width, inner["hidden_size"]))
     for key in ("dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
         if v[key] is not None and v[key] != inner[key]:
-            yield f"{key}: found {v[key]}, expected {inner[key]} (text_config.{key})."
+            given, expected = (", ".join(map(str, x)) if isinstance(x, tuple) else x for x in (v[key], inner[key]))
+            yield f"{key}: found {given}, expected {expected} (text_config.{key})."
     if (token := v["media_placeholder_token_id"]) >= inner["vocab_size"]:
         yield f"media_placeholder_token_id: found {token}, expected at most {inner['vocab_size'] - 1} (vocab_size)."
 
@@ -813,7 +819,7 @@ def _k3_whole_faults(v: Values) -> Iterator[str]:
     dsa = v["text_config"]["dsa_config"] is not None
     sparse = v["model_type"] == "kimi_k31" if v["architecture"] is None else v["architecture"] == K31
     if dsa and not sparse:
-        yield f"text_config.dsa_config: found an indexer, expected none: the released code of {v['model_type']} has none."
+        yield "text_config.dsa_config: found an indexer, expected none: only Kimi K3.1 has one (architectures)."
     if sparse and not dsa:
         yield "text_config.dsa_config: not given; Kimi K3.1 selects the keys it attends to."
 
@@ -833,7 +839,7 @@ def _kimi_k3(v: Values) -> Values:
     vision = _vision(v["vision_config"], width="qkv_hidden_size", k3=True, placeholder=placeholder)
     assumed = list(v["assumptions"])
     if v["vision_config"]["in_patch_limit"] is None:
-        assumed.append(f"an image has at most {K3_PATCHES:,} patches (the released preprocessor_config.json is not known)")
+        assumed.append(f"an image has at most {K3_PATCHES:,} patches (no released file is known that says so)")
     if inner["dsa_config"] is not None:
         assumed += K31_ASSUMPTIONS
     fields = _kimi_text(inner, names, (rates,), torch.float32)
