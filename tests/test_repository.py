@@ -71,7 +71,7 @@ FLOORS = [
     ("parallel", r"kimi_graph\.parallel"),
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
-    ("models", r"kimi_graph\.(models|read_config|checkpoint|init|fixture|tokenizer|vision)"),
+    ("models", r"kimi_graph\.(models|read_config|families|config_keys|checkpoint|init|fixture|tokenizer|vision)"),
     ("compile", r"kimi_graph\.compile"),
     ("cli", r"kimi_graph\.(cli|__main__)"),
 ]
