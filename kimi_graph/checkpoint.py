@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import tree
@@ -359,13 +360,26 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     def load(spec: ParamSpec) -> Tensor:
         to = param_dtype(spec, dtype)
         if len(spec.source) == 1:
-            return checkpoint.read(spec.source[0]).to(to).view(spec.shape)
+            return _unpadded(checkpoint, spec).to(to).view(spec.shape)
         whole = torch.empty((len(spec.source), *spec.stored), dtype=to)
         for part, name in zip(whole, spec.source, strict=True):
             part.copy_(checkpoint.read(name))
         return whole.view(spec.shape)
 
     return tree.map(load, specs)
+
+
+def _unpadded(checkpoint: Checkpoint, spec: ParamSpec) -> Tensor:
+    """The elements of a parameter's single tensor; what stands after them must be zero, else they mean something."""
+    whole = checkpoint.read(spec.source[0]).reshape(-1)
+    real, rest = whole[: spec.numel], whole[spec.numel :]
+    if bool(rest.any()):
+        at = int(rest.nonzero()[0]) + spec.numel
+        raise CheckpointError(
+            f"{spec.source[0]}: has {whole.numel()} elements, of which the model uses {spec.numel}; the others must be "
+            f"zero, but element {at} is {float(whole[at]):g}."
+        )
+    return real
 
 
 # Writing.
@@ -477,6 +491,7 @@ def _write_file(path: Path, pieces: list[_Piece], params: Mapping[str, Tensor]) 
 
 
 def _raw(value: Tensor, piece: _Piece) -> memoryview:
-    stack = value.detach().contiguous().view(len(piece.spec.source), *piece.spec.stored)
+    flat = F.pad(value.detach().contiguous().view(-1), (0, piece.spec.padding))
+    stack = flat.view(len(piece.spec.source), *piece.spec.stored)
     part = stack[piece.part].to(device="cpu", dtype=piece.dtype)
     return part.reshape(-1).view(torch.uint8).numpy().data
