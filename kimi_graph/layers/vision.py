@@ -4,8 +4,9 @@ Patches come in *token order*: the frames of a patch lie together, then the patc
 (`token_order`). So merging is a view whatever the picture's shape; what depends on the shape is in tables made
 beforehand (`vision_tables`), and one static graph serves every picture of at most N patches.
 
-Axes: N patches, P pixels of a patch (colour, row, column), D embed of the tower, F ffn, H heads, K channels of a head,
-A and B rows and columns of the learned grid, I frames, M tokens (N / frames / patches of a token), E embed of the text.
+Axes: B pictures (one), N patches, P pixels of a patch (colour, row, column), D embed of the tower, F ffn, H heads,
+K channels of a head, A and C rows and columns of the learned grid, G its points, I frames, M tokens (N / frames /
+patches of a token), W channels of their patches, E embed of the text.
 Source: Kimi K2.5 (arXiv:2602.02276); fact sheet of models, section 6; `source=` gives released names.
 """
 
@@ -75,7 +76,7 @@ class VisionTables(Generic[Leaf]):
     """What a forward pass knows of a picture's shape, for N patches in token order; float32.
 
     Attributes:
-        rows, columns: `[N, A]` and `[N, B]`, weights of the learned grid's rows and columns at each patch.
+        rows, columns: `[N, A]` and `[N, C]`, weights of the learned grid's rows and columns at each patch.
         cos, sin: `[N, K / 2]`, of the angles that pairs of channels turn by.
         time: `[I, D]`, added to each frame; None for a single one.
         count: `[1]` int64, patches that are real; the rest is padding.
@@ -176,9 +177,7 @@ def token_order(c: VisionConfig, grid: Grid) -> Tensor:
     if not 1 <= frames <= c.frames:
         raise ConfigError(f"grid {list(grid)}: {frames} frames; the time table has 1 to {c.frames}.")
     if min(height, width) < 1 or height % c.merge[0] or width % c.merge[1]:
-        raise ConfigError(
-            f"grid {list(grid)}: rows and columns must be multiples of {list(c.merge)}, so pad the picture."
-        )
+        raise ConfigError(f"grid {list(grid)}: rows and columns must be multiples of {list(c.merge)}; pad the picture.")
     split = (frames, height // c.merge[0], c.merge[0], width // c.merge[1], c.merge[1])
     return torch.arange(frames * height * width).view(split).permute(1, 3, 2, 4, 0).reshape(-1)
 
@@ -189,14 +188,12 @@ def _padded(c: VisionConfig, x: Tensor, grid: Grid, room: int | None) -> Tensor:
         return x
     step = grid[0] * math.prod(c.merge)
     if room < len(x) or room % step:
-        raise ConfigError(
-            f"room for {room:,} patches: a grid of {list(grid)} needs at least {len(x):,}, in steps of {step}."
-        )
+        raise ConfigError(f"room for {room:,} patches: {list(grid)} needs at least {len(x):,}, in steps of {step}.")
     return torch.cat([x, x.new_zeros(room - len(x), x.shape[1])])
 
 
 def position_matrices(c: VisionConfig, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Interpolation of the learned grid as two matrices, `[height, A]` and `[width, B]` float64.
+    """Interpolation of the learned grid as two matrices, `[height, A]` and `[width, C]` float64.
 
     `rows @ grid @ columns.T` is torch's `interpolate` of that mode, with `align_corners` false and no antialiasing.
     """
@@ -254,8 +251,8 @@ def vision_forward(p: Vision[Tensor], c: VisionConfig, patches_NP: Tensor, table
 def vision_embed(p: Vision[Tensor], patches_NP: Tensor, tables: VisionTables[Tensor]) -> Tensor:
     """Patches and where they are: `[N, P]` -> `[N, D]`. The place is summed in float32."""
     x_ND = _linear("np,dp->nd", patches_NP, p.patch)
-    cells_NC = (tables.rows[:, :, None] * tables.columns[:, None]).flatten(1)
-    place_ND = contract("nc,cd->nd", cells_NC, at_least_f32(p.grid).flatten(0, 1))
+    cells_NG = (tables.rows[:, :, None] * tables.columns[:, None]).flatten(1, 2)
+    place_ND = contract("ng,gd->nd", cells_NG, at_least_f32(p.grid).flatten(0, 1))
     if tables.time is not None:
         place_ND = (place_ND.unflatten(0, (-1, tables.time.shape[0])) + tables.time).flatten(0, 1)
     return x_ND + place_ND.to(x_ND.dtype)
@@ -264,10 +261,10 @@ def vision_embed(p: Vision[Tensor], patches_NP: Tensor, tables: VisionTables[Ten
 def vision_block(p: VisionBlock[Tensor], c: VisionConfig, x_ND: Tensor, tables: VisionTables[Tensor]) -> Tensor:
     """Attention over the whole picture, then the feed-forward part: `[N, D]` -> `[N, D]`."""
     h_ND = _norm(x_ND, p.attn_norm, c.norm_eps)
-    q, k, v = (_linear("nd,hkd->nhk", h_ND, _part(p.qkv, i))[None] for i in range(3))
+    q, k, v = (_linear("nd,bhkd->bnhk", h_ND, _part(p.qkv, i)) for i in range(3))
     q, k = (ops.rope(x, tables.cos[None], tables.sin[None], True) for x in (q, k))
-    o_NHK = ops.full_attention(q, k, v, tables.count, c.head_dim**-0.5)[0]
-    x_ND = x_ND + _linear("nhk,dhk->nd", o_NHK, p.out)
+    o_BNHK = ops.full_attention(q, k, v, tables.count, c.head_dim**-0.5)
+    x_ND = x_ND + _linear("bnhk,dhk->bnd", o_BNHK, p.out).flatten(0, 1)
     h_ND = _norm(x_ND, p.ffn_norm, c.norm_eps)
     return x_ND + _linear("nf,df->nd", F.gelu(_linear("nd,fd->nf", h_ND, p.up), approximate="tanh"), p.down)
 
@@ -279,7 +276,7 @@ def vision_project(p: Vision[Tensor], c: VisionConfig, x_ND: Tensor, frames: int
         x_ND = at_least_f32(x_ND).unflatten(0, (-1, frames)).mean(1).to(x_ND.dtype)
     if c.projector_norm == "before":
         x_ND = _norm(x_ND, p.projector.norm, c.projector_eps)
-    x_MW = x_ND.reshape(-1, math.prod(c.merge) * c.embed)
+    x_MW = x_ND.unflatten(0, (-1, math.prod(c.merge))).flatten(1, 2)
     y_ME = _linear("mf,ef->me", F.gelu(_linear("mw,fw->mf", x_MW, p.projector.up)), p.projector.down)
     return _norm(y_ME, p.projector.norm, c.projector_eps) if c.projector_norm == "after" else y_ME
 
@@ -296,7 +293,7 @@ def _norm(x: Tensor, p: Affine[Tensor], eps: float) -> Tensor:
 def _part(p: Affine[Tensor], i: int) -> Affine[Tensor]:
     """Queries, keys or values of a `qkv`, as a slice: a range of the checkpoint's bytes."""
     part = slice(i, i + 1)
-    return Affine(weight=p.weight[part].flatten(0, 1), bias=None if p.bias is None else p.bias[part].flatten(0, 1))
+    return Affine(weight=p.weight[part], bias=None if p.bias is None else p.bias[part])
 
 
 # ---- into the text ---------------------------------------------------------------------------------------------------
