@@ -347,7 +347,7 @@ def shard_map(_: Any, body: Any, in_axes: Any, out_axes: Any, *args: Sharded) ->
 
 
 LINEAR = {"add", "radd", "sub", "flatten", "unflatten", "getitem", "gather", "constrain", "expand"}
-ELEMENTWISE = ("add", "radd", "sub", "rsub", "mul", "rmul", "silu", "sigmoid", "clamp", "float", "double")
+ELEMENTWISE = ("add", "radd", "sub", "rsub", "mul", "rmul", "silu", "gelu", "sigmoid", "clamp", "float", "double", "to")
 RULES: dict[str, Callable[..., Any]] = dict.fromkeys(ELEMENTWISE, elementwise)
 RULES |= {"einsum": einsum, "flatten": flatten, "unflatten": unflatten, "getitem": getitem, "expand": expand}
 RULES |= {"gather": gather, "embedding": embedding, "constrain": constrain, "shard_map": shard_map}
