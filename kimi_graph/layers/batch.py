@@ -11,7 +11,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
+from kimi_graph import ops, tree
 from kimi_graph.config import RopeConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.spec import ParamSpec
@@ -129,6 +129,14 @@ def row_batch(
     own = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
     held, counts = torch.tensor([[before], [tokens]], device=device).expand(2, rows)
     return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens, rope=rope, dtype=dtype)
+
+
+def turn(x: Tensor, batch: Batch[Tensor], interleaved: bool) -> Tensor:
+    """Channels `[B, T, R]` or `[B, T, H, R]` of the new tokens, rotated by their positions."""
+    assert batch.cos is not None and batch.sin is not None, "a batch without the angles of this model's rotation"
+    if x.ndim == 3:
+        return ops.rope(x[:, :, None], batch.cos, batch.sin, interleaved).flatten(2, 3)
+    return ops.rope(x, batch.cos, batch.sin, interleaved)
 
 
 def zero_state(specs: Any, like: Tensor) -> Any:

@@ -15,7 +15,7 @@ from kimi_graph.ops import at_least_f32, contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch
+from .batch import Batch, turn
 
 
 @param_tree
@@ -43,7 +43,7 @@ def indexer_specs(c: IndexerConfig, embed: int, query_latent: int) -> Indexer[Pa
 def index_key(p: Indexer[Tensor], c: IndexerConfig, x_BTD: Tensor, batch: Batch[Tensor]) -> Tensor:
     """Keys of the new tokens, as they are cached: normalised, then turned. `[B, T, D]` -> `[B, T, K]`."""
     key_BTK = ops.layer_norm(contract("btd,kd->btk", x_BTD, p.key), p.key_norm, p.key_bias, c.eps)
-    return rotate_front(c, key_BTK[:, :, None], batch)[:, :, 0]
+    return rotate_front(c, key_BTK, batch)
 
 
 def select(
@@ -59,10 +59,8 @@ def select(
     return ops.select_keys(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts, c.top_k)
 
 
-def rotate_front(c: IndexerConfig, x_BTHK: Tensor, batch: Batch[Tensor]) -> Tensor:
-    """The first channels turned by position; attention itself keeps its rope channels last."""
+def rotate_front(c: IndexerConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """The first channels turned by position (attention itself keeps its rope channels last)."""
     if not c.rope:
-        return x_BTHK
-    assert batch.cos is not None and batch.sin is not None, "a batch without the angles of this model's rotation"
-    front = ops.rope(x_BTHK[..., : c.rope], batch.cos, batch.sin, c.interleaved)
-    return torch.cat([front, x_BTHK[..., c.rope :]], -1)
+        return x
+    return torch.cat([turn(x[..., : c.rope], batch, c.interleaved), x[..., c.rope :]], -1)

@@ -21,7 +21,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState, new_rows
+from .batch import Batch, MlaState, new_rows, turn
 from .indexer import Indexer, index_key, indexer_specs, select
 
 
@@ -113,7 +113,7 @@ def mla(
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], rotate(c, q_BTHK[..., c.key_nope :], batch)
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
     latent_BTL = ops.rms_norm(low_BTL[..., : c.latent], p.latent_norm, c.latent_eps)
-    rope_BTR = rotate(c, low_BTL[:, :, None, c.latent :], batch)[:, :, 0]
+    rope_BTR = rotate(c, low_BTL[..., c.latent :], batch)
     latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
     index = state.index
     if p.indexer is not None and c.indexer is not None:
@@ -135,12 +135,9 @@ def mla(
     return y_BTD, MlaState(latent=tap("latent", latent), rope=rope, index=index), selected
 
 
-def rotate(c: MlaConfig, x_BTHR: Tensor, batch: Batch[Tensor]) -> Tensor:
-    """Rope channels turned by position; as they are where the model does not rotate."""
-    if c.rope is None:
-        return x_BTHR
-    assert batch.cos is not None and batch.sin is not None, "a batch without the angles of this model's rotation"
-    return ops.rope(x_BTHR, batch.cos, batch.sin, c.rope.interleaved)
+def rotate(c: MlaConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """Rope channels `[B, T, R]` or `[B, T, H, R]` turned by position; as they are where the model does not rotate."""
+    return x if c.rope is None else turn(x, batch, c.rope.interleaved)
 
 
 def dense(
