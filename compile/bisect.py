@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from kimi_graph import tree
 from kimi_graph.config import ModelConfig
+from kimi_graph.models.decoder import Use
 
 from . import recipe
 from .bundle import SOURCES, Bundle, read_json
@@ -20,8 +21,6 @@ from .executor import Node, Selections
 from .manifest import bucket_of
 from .origins import Origins, source_of
 from .passes import Folded
-from kimi_graph.models.decoder import Use
-
 from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
 from .verify import EXACT_TOLERANCE, GraphSide, ModelSide, Step, largest
 
@@ -100,8 +99,7 @@ def _traced(
     """Edges of the graph and the values they should have, in order."""
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
-    batch = {f"batch.{name}": value for name, value in tree.items(step.batch)}
-    values = dict(step.inputs)
+    batch, values = step.named, dict(step.inputs)
     for use in uses(config, bucket):
         piece = pieces[use.part]
         read = {f"in{i}": values[name] for i, name in enumerate(use.reads)}

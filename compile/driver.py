@@ -1,6 +1,7 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,7 @@ class Request:
     Attributes:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
+        patches: of a picture, at most (models with vision).
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
     """
 
@@ -58,6 +60,7 @@ class Request:
     page: int = 128
     pages: int | None = None
     constants: bool = False
+    patches: int = 4096
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -68,9 +71,10 @@ class Request:
         for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
+        legal = ("prefill", "decode") if self.config.vision is None else ("vision", "prefill", "decode")
         for phase in self.phases:
-            if phase not in ("prefill", "decode"):
-                raise CompileError(f"--phase {phase!r}: the phases are prefill and decode.")
+            if phase not in legal:
+                raise CompileError(f"--phase {phase!r}: the phases of {self.config.name} are {', '.join(legal)}.")
         if self.page % 16 or not 16 <= self.page <= 1024:
             nearest = min(1024, max(16, round(self.page / 16) * 16))
             raise CompileError(f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; {nearest}.")
@@ -86,10 +90,21 @@ class Request:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
-            slots=self.rows + 1,
+            slots=self.rows + 1, images=self._images(),
         )  # fmt: skip
-        sizes = {"decode": 1, "prefill": self.chunk}
+        sizes = {"decode": 1, "prefill": self.chunk, "vision": self.patches}
         return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
+
+
+    def _images(self) -> int:
+        """Rows of image embeddings: one of each merged group of patches."""
+        if self.config.vision is None:
+            return 0
+        merged = math.prod(self.config.vision.merge)
+        if self.patches < merged or self.patches % merged:
+            nearest = max(merged, self.patches // merged * merged)
+            raise CompileError(f"--patches {self.patches}: {merged} patches become one token; the nearest is {nearest}.")
+        return self.patches // merged
 
 
 @dataclass(frozen=True)
@@ -194,7 +209,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piec
         out = assembly.stamp(piece, place_of(use), bind)
         values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
     origins = {use.part: piece.origins for use, piece in placed}
-    return Graph(b, assembly.finish({"logits": values["logits"]}), weights, origins)
+    return Graph(b, assembly.finish({name: values[name] for name in placed[-1][0].writes}), weights, origins)
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------
@@ -237,18 +252,19 @@ def compile_model(
     target: Target,
     out: Path | None,
     checkpoint: Path | None = None,
-    phases: tuple[str, ...] = ("prefill", "decode"),
+    phases: tuple[str, ...] | None = None,
     batch: int | None = None,
     chunk: int | None = None,
     max_len: int | None = None,
     page: int | None = None,
     pages: int | None = None,
+    patches: int | None = None,
     weights: str = "input",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
 ) -> Compiled:
-    """Compile a model into a bundle. See `Request` for the numbers; None takes its default.
+    """Compile a model into a bundle. See `Request` for the numbers; None takes its default (phases: all).
 
     Args:
         out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
@@ -258,12 +274,11 @@ def compile_model(
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
     """
-    given = {"rows": batch, "chunk": chunk, "max_len": max_len, "page": page}
+    given = {"rows": batch, "chunk": chunk, "max_len": max_len, "page": page, "pages": pages, "patches": patches}
     request = Request(
         config=config,
         target=target,
-        phases=phases,
-        pages=pages,
+        phases=phases or (("prefill", "decode") if config.vision is None else ("vision", "prefill", "decode")),
         constants=weights == "constant",
         **{name: value for name, value in given.items() if value is not None},
     )

@@ -20,7 +20,7 @@ from kimi_graph.spec import ParamSpec
 from . import recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
-from .phases import Bucket, batch_inputs, meta
+from .phases import Bucket, graph_inputs
 from .recipe import Step
 
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
@@ -63,7 +63,7 @@ def graph_entry(b: Bucket, model: ModelDef, file: str, data: bytes) -> dict[str,
         "inputs": [_described(op.output_desc[0], op.name) for op in ops if op.type == "Data" and not is_weight(op)],
         "weights": [op.name for op in ops if is_weight(op)],
         "states": [op.name for op in ops if op.type == "RefData"],
-        "outputs": [_described(desc, "logits") for desc in results],
+        "outputs": [_described(desc, "vision.values" if b.phase == "vision" else "logits") for desc in results],
         "ops": counts,
     }
 
@@ -207,9 +207,7 @@ def _short(value: Any) -> str:
 
 def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
     """Inputs are those of the bucket's batch, and those that are generated."""
-    tokens = meta((b.rows, b.tokens), torch.int64)
-    tensors = {"tokens": tokens, "vision.rows": tokens, "vision.values": meta((b.images, c.embed), c.dtype)}
-    tensors |= {f"batch.{name}": x for name, x in tree.items(batch_inputs(c, b))}
+    tensors = graph_inputs(c, b)
     known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
     for i in entry["inputs"]:
         if i["name"] not in GENERATED:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import MlaConfig, ModelConfig
-from kimi_graph.layers import Batch
+from kimi_graph.config import MlaConfig, ModelConfig, VisionConfig
+from kimi_graph.errors import CompileError
+from kimi_graph.layers import Batch, VisionTables
 from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
+from kimi_graph.models.vision import run_vision_part, vision_part_params, vision_schedule
 
 from .capture import Captured, capture
 from .passes import Folded, fold_weights, lower_einsum, simplify
@@ -26,10 +28,10 @@ class Bucket:
     """One static shape.
 
     Attributes:
-        phase: "prefill" or "decode".
-        rows: sequences. tokens: new tokens a row. page: tokens of a page. pages: of the pool, null page included.
+        phase: "vision", "prefill" or "decode".
+        rows: sequences. tokens: new tokens a row; patches of a picture. page: tokens of a page. pages: of the pool, null page included.
         sequence_pages: pages of one sequence. slots: KDA slots, null slot included.
-        images: rows of image embeddings a prefill step takes (models with vision).
+        images: rows of image embeddings that vision gives and prefill takes (models with vision).
     """
 
     phase: str
@@ -47,6 +49,8 @@ class Bucket:
 
     @property
     def name(self) -> str:
+        if self.phase == "vision":
+            return f"vision_n{self.tokens}"
         return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")
 
 
@@ -78,31 +82,77 @@ def meta_states(c: ModelConfig, b: Bucket) -> tuple[Any, ...]:
 
 def uses(c: ModelConfig, b: Bucket) -> tuple[Use, ...]:
     """The parts of the whole graph, in order."""
+    if b.phase == "vision":
+        return vision_schedule(_vision(c))
     sparse = decoder.is_sparse(c, b.sequence_pages * b.page)
     return decoder.schedule(c, sparse=sparse, vision=c.vision is not None and not b.step)
+
+
+def _vision(c: ModelConfig) -> VisionConfig:
+    if c.vision is None:
+        raise CompileError(f"{c.name} has no vision tower; its phases are prefill and decode.")
+    return c.vision
+
+
+def step_inputs(c: ModelConfig, b: Bucket) -> dict[str, Any]:
+    """What every part may read of a step, by its name in the graph: `batch`, or `tables` of a picture."""
+    if b.phase != "vision":
+        return {"batch": batch_inputs(c, b)}
+    v, f32 = _vision(c), torch.float32
+    angles = meta((b.tokens, v.head_dim // 2), f32)
+    rows, columns = (meta((b.tokens, size), f32) for size in v.grid)
+    count = meta((1,), torch.int64)
+    return {"tables": VisionTables(rows=rows, columns=columns, cos=angles, sin=angles, time=None, count=count)}
 
 
 def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[Use], Captured]:
     """A function that captures a part at its place.
 
-    Input names: `in.0`, `in.1` ... for the values it reads, `batch.*`, `p.*`, `s.*`; outputs `out.0` ... and `s.*`.
+    Input names: `in0`, `in1` ... for the values it reads, `batch.*` or `tables.*`, `p.*`, `s.*`; outputs `out.0` ...
+    and `s.*`.
     """
-    params, states, batch = meta_params(c), meta_states(c, b), batch_inputs(c, b)
-    shapes = _value_shapes(c, b)
+    shapes, inputs = _value_shapes(c, b), step_inputs(c, b)
+    trace = _vision_part(c, b) if b.phase == "vision" else _text_part(c, b)
+
+    def capture_at(use: Use) -> Captured:
+        f, params, state = trace(use)
+        given = {f"in{i}": shapes(name) for i, name in enumerate(use.reads)}
+        return capture(f, {**given, "p": params, "s": state, **inputs})
+
+    return capture_at
+
+
+Traceable = tuple[Callable[..., dict[str, Any]], Any, Any]  # a function, its parameters and its state
+
+
+def _text_part(c: ModelConfig, b: Bucket) -> Callable[[Use], Traceable]:
+    params, states = meta_params(c), meta_states(c, b)
     how = decoder.How(step=b.step, last_only=not b.step)
 
-    def trace(use: Use) -> Captured:
+    def part(use: Use) -> Traceable:
         def f(p: Any, s: Any, batch: Batch[Tensor], **given: Tensor) -> dict[str, Any]:
-            results, after = decoder.run_part(use, c, p, [given[f"in{i}"] for i in range(len(given))], s, batch, how)
+            values = [given[f"in{i}"] for i in range(len(given))]
+            results, after = decoder.run_part(use, c, p, values, s, batch, how)
             if use.part == "head":
                 results = [results[0].flatten(0, 1)]
             return {"out": results, "s": {} if after is None else after}
 
-        given = {f"in{i}": shapes(name) for i, name in enumerate(use.reads)}
-        state = {} if use.layer is None or decoder.mixer_part(c.layers[use.layer]) != use.part else states[use.layer]
-        return capture(f, {**given, "p": decoder.part_params(use, params), "s": state, "batch": batch})
+        mixes = use.layer is not None and decoder.mixer_part(c.layers[use.layer]) == use.part
+        return f, decoder.part_params(use, params), states[use.layer] if mixes and use.layer is not None else {}
 
-    return trace
+    return part
+
+
+def _vision_part(c: ModelConfig, b: Bucket) -> Callable[[Use], Traceable]:
+    v, params = _vision(c), meta_params(c).vision
+
+    def part(use: Use) -> Traceable:
+        def f(p: Any, s: Any, tables: VisionTables[Tensor], in0: Tensor) -> dict[str, Any]:
+            return {"out": [run_vision_part(use, v, p, in0, tables)]}
+
+        return f, vision_part_params(use, params), {}
+
+    return part
 
 
 def _value_shapes(c: ModelConfig, b: Bucket) -> Callable[[str], Tensor]:
@@ -115,11 +165,23 @@ def _value_shapes(c: ModelConfig, b: Bucket) -> Callable[[str], Tensor]:
             return tokens
         if name == "vision.values":
             return meta((b.images, c.embed), c.dtype)
+        if name == "vision.patches":
+            return meta((b.tokens, 3 * _vision(c).patch ** 2), c.dtype)
+        if b.phase == "vision":
+            return meta((b.tokens, _vision(c).embed), c.dtype)
         if name == "selected":
             return meta((b.rows, b.tokens, top_k[0]), torch.int32)
         return meta((b.rows, b.tokens, c.embed), c.dtype)
 
     return shape
+
+
+def graph_inputs(c: ModelConfig, b: Bucket) -> dict[str, Tensor]:
+    """Every input a graph of the bucket may have, besides weights, states and generated ones."""
+    shapes, schedule = _value_shapes(c, b), uses(c, b)
+    written = {name for use in schedule for name in use.writes}
+    values = {name: shapes(name) for use in schedule for name in use.reads if name not in written}
+    return values | dict(tree.items(step_inputs(c, b)))
 
 
 def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:

@@ -23,7 +23,7 @@ from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.config import MlaConfig, ModelConfig
 from kimi_graph.errors import BundleError, VerifyError
-from kimi_graph.layers import Batch, step_batch
+from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
@@ -43,19 +43,22 @@ class Step:
     """One step of the script, the same for model and graph.
 
     Attributes:
-        vision: rows `[B, T]` and values `[M, D]` that stand for tokens (see `decoder.forward`), in models with vision.
+        inputs: values that no part of the model writes: `tokens`, `vision.rows` and `vision.values`, or
+            `vision.patches`.
+        batch: where the rows stand; or a picture's tables, in the vision phase.
+        used: which rows of the result count; the others are padding.
     """
 
     phase: str
-    tokens: Tensor
-    batch: Batch[Tensor]
-    vision: tuple[Tensor, Tensor] | None = None
+    inputs: dict[str, Tensor]
+    batch: Any
+    used: Tensor
 
     @property
-    def inputs(self) -> dict[str, Tensor]:
-        """What the graph reads besides batch, weights and states."""
-        more = {} if self.vision is None else {"vision.rows": self.vision[0], "vision.values": self.vision[1]}
-        return {"tokens": self.tokens, **more}
+    def named(self) -> dict[str, Tensor]:
+        """All a graph reads besides weights and states."""
+        what = "tables" if self.phase == "vision" else "batch"
+        return self.inputs | {f"{what}.{name}": x for name, x in tree.items(self.batch)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +179,13 @@ def generated_inputs(plan: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterator[Step]:
-    """Prefill chunks that read unequal prompts, then `steps` decode steps, for the phases the bundle has."""
+    """Pictures, then prefill chunks that read unequal prompts, then `steps` decode steps, as the bundle has phases."""
     contract = bundle.manifest["state"]
     phases = {g["phase"]: g for g in bundle.manifest["graphs"]}
     rows = next(iter(phases.values()))["rows"]
     generator = torch.Generator().manual_seed(seed)
+    if "vision" in phases:
+        yield from _pictures(phases["vision"], config, generator)
     capacity, page = contract["tokens_per_sequence"], contract["page_tokens"]
     chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, capacity)
     table, slots = _scattered(contract, rows, generator)
@@ -195,15 +200,15 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     while bool((before < prompts).any()):
         counts = (prompts - before).clamp(max=chunk)
         tokens = torch.randint(config.vocab, (rows, chunk), generator=generator)
+        images = _image_rows(phases.get("prefill"), config, counts, generator)
         here = batch(table, slots, before, counts, tokens=chunk)
-        vision = _image_rows(phases.get("prefill"), config, counts, generator)
-        yield Step(phase="prefill", tokens=tokens, batch=here, vision=vision)
+        yield Step(phase="prefill", inputs={"tokens": tokens, **images}, batch=here, used=counts > 0)
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
         used = (torch.arange(rows) != i % (rows + 1)) | (rows == 1)  # one row after the other stands empty, then none
         mine = (table * used[:, None]).int(), (slots * used).int(), before * used, used.long()
-        yield Step(phase="decode", tokens=tokens, batch=batch(*mine, tokens=1))
+        yield Step(phase="decode", inputs={"tokens": tokens}, batch=batch(*mine, tokens=1), used=used)
         before = before + used
 
 
@@ -215,13 +220,32 @@ def _top_k(config: ModelConfig) -> int:
 
 def _image_rows(
     entry: dict[str, Any] | None, config: ModelConfig, counts: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor] | None:
+) -> dict[str, Tensor]:
     """Some tokens stand for rows of random image embeddings, in models with vision."""
     if config.vision is None or entry is None:
-        return None
+        return {}
     images, shape = entry["images"], (len(counts), entry["tokens"])
     rows = torch.randint(images + 1, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.5)
-    return rows, torch.randn(images, config.embed, generator=generator, dtype=torch.float64)
+    values = torch.randn(images, config.embed, generator=generator, dtype=torch.float64)
+    return {"vision.rows": rows, "vision.values": values}
+
+
+def _pictures(entry: dict[str, Any], config: ModelConfig, generator: torch.Generator) -> Iterator[Step]:
+    """Two pictures of random patches: one that fills the bucket, and a narrow one."""
+    v, room = config.vision, entry["tokens"]
+    assert v is not None
+    down, across = v.merge
+    most = room // (down * across)
+    side = max(1, math.isqrt(most))
+    for height, width in ((side, most // side), (1, max(1, most // 3))):
+        grid = (1, height * down, width * across)
+        patches = torch.randn(math.prod(grid), 3 * v.patch**2, generator=generator, dtype=torch.float64)
+        yield Step(
+            phase="vision",
+            inputs={"vision.patches": arrange_patches(v, patches, grid, room)},
+            batch=vision_tables(v, grid, room, torch.float64),
+            used=torch.arange(most) < height * width,
+        )
 
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -248,18 +272,23 @@ class ModelSide:
         self.states = tree.map(lambda s: torch.zeros(s.shape, dtype=torch.float64), specs)
 
     def step(self, step: Step) -> Tensor:
-        """Logits `[rows, vocab]` of each row's last token; the states move on."""
+        """Logits `[rows, vocab]` of each row's last token, and the states move on; or a picture's embeddings."""
         decode = step.phase == "decode"
         with torch.no_grad():
+            if step.phase == "vision":
+                vision = self.config.vision
+                assert vision is not None
+                return vision_forward(self.params.vision, vision, step.inputs["vision.patches"], step.batch)
+            images = [x for name, x in step.inputs.items() if name != "tokens"]
             logits, self.states = decoder.forward(
                 self.params,
                 self.config,
-                step.tokens,
+                step.inputs["tokens"],
                 self.states,
                 step.batch,
                 step=decode,
                 last_only=not decode,
-                vision=step.vision,
+                vision=(images[0], images[1]) if images else None,
             )
         return logits[:, 0]
 
@@ -296,7 +325,7 @@ class GraphSide:
     def step(self, step: Step, selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
         executor = self.graphs[step.phase]
-        given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)} | step.inputs
+        given = self.inputs[step.phase] | step.named
         if self.mode == "native":
             given = {name: _narrow(name, x, self.dtype) for name, x in given.items()}
         missing = [name for name in executor.inputs if name not in given]
@@ -315,10 +344,10 @@ class GraphSide:
 
 
 def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float64 input of the script in the graph's own dtype: angles float32, image embeddings the model's."""
-    if name in ("batch.cos", "batch.sin"):
-        return x.float()
-    return x.to(dtype) if name == "vision.values" else x
+    """A float64 input of the script in the graph's own dtype: angles and tables float32, pictures the model's."""
+    if name in ("vision.values", "vision.patches"):
+        return x.to(dtype)
+    return x.float() if x.dtype == torch.float64 and name.startswith(("batch.", "tables.")) else x
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -402,8 +431,10 @@ def compare(
         for mode, side in graphs.items():
             found = side.step(step, chosen if mode == "exact" else chosen.replay())
             where = f"step {index} ({step.phase})"
-            used = step.batch.counts > 0
-            comparisons[mode].add("logits", where, found[used], logits[used])
+            what = "embeddings" if step.phase == "vision" else "logits"
+            comparisons[mode].add(what, where, found[step.used], logits[step.used])
+            if step.phase == "vision":
+                continue
             for name, value in model.named_states().items():
                 mine = side.states[name].reshape(value.shape)
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's

@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]
 
 TARGETS = "a2, a3, a3-superpod, 950pr, 950dt, 950-superpod"  # for help; the compiler knows and checks them
 CANN_VERSIONS = "8.5, 9.1, 9.2"
-PHASES = ("prefill", "decode")
+PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
 
@@ -135,13 +135,13 @@ def _one_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
     return read
 
 
-def _some_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
+def _some_of(legal: tuple[str, ...], what: str) -> Callable[[str | None], str | None]:
     """Reader of a comma-separated list; the commands split it (`_split`)."""
 
-    def read(text: str) -> str:
-        for word in _split(text):
+    def read(text: str | None) -> str | None:
+        for word in _split(text) if text else ():
             _one_of(legal, what)(word)
-        if len(set(_split(text))) < len(_split(text)):
+        if text and len(set(_split(text))) < len(_split(text)):
             raise typer.BadParameter(f"{text!r} names a {what} twice.")
         return text
 
@@ -260,8 +260,9 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; an older bundle there is replaced."),
     ] = None,
     phase: Annotated[
-        str, typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make.")
-    ] = ",".join(PHASES),
+        str | None,
+        typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(metavar="B", min=1, help="Sequences of a step. Default: chosen and printed.")
     ] = None,
@@ -276,6 +277,9 @@ def compile(  # noqa: A001 (the command's name)
     ] = None,
     pages: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
+    ] = None,
+    patches: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
     ] = None,
     cann: Annotated[
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
@@ -320,12 +324,13 @@ def compile(  # noqa: A001 (the command's name)
             target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
-            phases=_split(phase),
+            phases=None if phase is None else _split(phase),
             batch=batch,
             chunk=chunk,
             max_len=max_len,
             page=page,
             pages=pages,
+            patches=patches,
             weights=weights,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),

@@ -127,21 +127,17 @@ class Use:
 
     Attributes:
         part: kind of part; equal kinds are the same computation with other weights.
-        layer: number of its layer, None outside of layers.
+        prefix: of its parameters' names (`layers.3`). layer: number of its layer, whose state it has; else None.
         reads, writes: names of values; a value nobody writes is an input of the model.
         frees: values that are not read after this.
     """
 
     part: str
+    prefix: str = ""
     layer: int | None = None
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     frees: tuple[str, ...] = ()
-
-    @property
-    def prefix(self) -> str:
-        """Of the layer's names (`layers.3`)."""
-        return "" if self.layer is None else f"layers.{self.layer}"
 
 
 def mixer_part(layer: LayerConfig) -> str:
@@ -169,7 +165,8 @@ def schedule(c: ModelConfig, *, sparse: bool = False, vision: bool = False) -> t
     stream, stored = "x", []
 
     def add(part: str, reads: Sequence[str], *writes: str, layer: int | None = None) -> str:
-        uses.append(Use(part=part, layer=layer, reads=tuple(reads), writes=writes))
+        prefix = "" if layer is None else f"layers.{layer}"
+        uses.append(Use(part=part, prefix=prefix, layer=layer, reads=tuple(reads), writes=writes))
         return writes[0]
 
     def mixed(part: str, layer: int | None, write: str) -> str:

@@ -1,5 +1,6 @@
 """Pictures through the vision tower of a whole model."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,41 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import ModelConfig, VisionConfig
 from kimi_graph.errors import ConfigError
-from kimi_graph.layers import arrange_patches, vision_forward, vision_tables
+from kimi_graph.layers import Vision, VisionTables, arrange_patches, vision_forward, vision_tables
+from kimi_graph.layers.vision import vision_block, vision_embed, vision_project
 from kimi_graph.vision import Source, VisionInput, prepare_image
 
-from .decoder import Decoder
+from .decoder import Decoder, Use
+
+
+def vision_schedule(c: VisionConfig) -> tuple[Use, ...]:
+    """The tower's parts in order, for a graph: pixels of patches in, `vision.values` out."""
+    embed = Use(part="vision_embed", prefix="vision", reads=("vision.patches",), writes=("v0",))
+    blocks = [
+        Use(part="vision_block", prefix=f"vision.blocks.{i}", reads=(f"v{i}",), writes=(f"v{i + 1}",))
+        for i in range(c.layers)
+    ]
+    last = Use(part="vision_project", prefix="vision", reads=(f"v{c.layers}",), writes=("vision.values",))
+    return (embed, *blocks, last)
+
+
+def vision_part_params(use: Use, p: Vision[Any]) -> Any:
+    """The parameters of a part, as a tree whose names follow the part's prefix in the model's names."""
+    if use.part == "vision_block":
+        return p.blocks[int(use.prefix.rpartition(".")[2])]
+    keep = ("patch", "grid") if use.part == "vision_embed" else ("norm", "projector")
+    return {name: getattr(p, name) for name in keep}
+
+
+def run_vision_part(use: Use, c: VisionConfig, p: Any, x: Tensor, tables: VisionTables[Tensor]) -> Tensor:
+    """One part of the tower, for a single frame."""
+    if use.part == "vision_block":
+        return vision_block(p, c, x, tables)
+    nothing = dict.fromkeys(f.name for f in dataclasses.fields(Vision))
+    whole: Any = Vision(**{**nothing, **p})
+    return vision_embed(whole, x, tables) if use.part == "vision_embed" else vision_project(whole, c, x, 1)
 
 
 def encode_image(
