@@ -491,7 +491,9 @@ def _write_file(path: Path, pieces: list[_Piece], params: Mapping[str, Tensor]) 
 
 
 def _raw(value: Tensor, piece: _Piece) -> memoryview:
-    flat = F.pad(value.detach().contiguous().view(-1), (0, piece.spec.padding))
+    flat = value.detach().contiguous().view(-1)
+    if piece.spec.padding:
+        flat = F.pad(flat, (0, piece.spec.padding))
     stack = flat.view(len(piece.spec.source), *piece.spec.stored)
     part = stack[piece.part].to(device="cpu", dtype=piece.dtype)
     return part.reshape(-1).view(torch.uint8).numpy().data
