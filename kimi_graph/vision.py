@@ -80,12 +80,23 @@ def prepare_image(c: VisionConfig, image: Source | Sequence[Source], patch_limit
 def fit(c: VisionConfig, width: int, height: int, patch_limit: int | None = None) -> tuple[int, int]:
     """Width and height in pixels that a picture is scaled to, before padding.
 
-    Whole patches count for the limit, so that padding can lead a little beyond it.
+    The released rule counts whole patches of the picture as given, so that a little more than the limit can come out
+    (`most_patches`), and cuts off fractions of a pixel.
     """
     limit, longest = patch_limit or c.patch_limit, SIDE_LIMIT * c.patch
     patches = max(1, width // c.patch) * max(1, height // c.patch)
     scale = min(1.0, math.sqrt(limit / patches), longest / width, longest / height)
     return min(longest, max(1, int(width * scale))), min(longest, max(1, int(height * scale)))
+
+
+def most_patches(c: VisionConfig, patch_limit: int | None = None) -> int:
+    """More patches than any frame has once it is scaled and padded: room that every picture fits into.
+
+    With whole patches m and n as given and a scale s, m n s^2 is at most the limit and m s and n s at most that of a
+    side; a side ends with fewer than (m + 1) s + 2 patches.
+    """
+    limit, merged = patch_limit or c.patch_limit, math.prod(c.merge)
+    return -(-(limit + 3 * (SIDE_LIMIT + limit // SIDE_LIMIT + 1) + 9) // merged) * merged
 
 
 def image_prompt(c: VisionConfig, image: VisionInput) -> str:

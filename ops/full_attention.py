@@ -22,9 +22,9 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
     """
     outs = []
     for row, length in enumerate(lengths.tolist()):
-        heads_first = (x[row, :length].transpose(0, 1)[None] for x in (q, k, v))
         if length:
-            outs.append(F.scaled_dot_product_attention(*heads_first, scale=scale)[0].transpose(0, 1))
+            q_HNK, k_HNK, v_HNK = (x[row, :length].transpose(0, 1) for x in (q, k, v))
+            outs.append(F.scaled_dot_product_attention(q_HNK, k_HNK, v_HNK, scale=scale).transpose(0, 1))
         outs.append(v.new_zeros(v.shape[1] - length, *v.shape[2:]))
     return torch.cat(outs).unflatten(0, v.shape[:2])
 
