@@ -163,7 +163,7 @@ class Room:
             return x
         sides = [0] * (2 * len(shape))
         sides[2 * (dim % len(shape)) + 1] = added
-        made = self.PadV3(x, self.const(sides, torch.int64), self.const(0, self.dtype(x)))
+        made = self.PadV3(x, self.const(sides, torch.int64))  # zeros where no value is given
         return self.mark(made, shape, self.dtype(x))
 
     def first(self, x: Value, dim: int, size: int) -> Value:

@@ -41,13 +41,13 @@ def _in_best_groups(biased: Tensor, kept: int) -> Tensor:
 
 
 @moe_route.fake
-def _(scores, bias, top_k, scale, groups, kept_groups):
+def _(scores, bias, top_k, scale, groups=1, kept_groups=1):  # calls leave out what is the default
     rows = scores.shape[0]
     return scores.new_empty(rows, top_k), scores.new_empty(rows, top_k, dtype=torch.int32)
 
 
 @moe_route.lowering
-def _(ge, scores, bias, top_k, scale, groups, kept_groups):
+def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
     # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says. group_select_mode 1: the sum of a
     # group's two best
     if kept_groups == groups:

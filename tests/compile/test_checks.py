@@ -348,6 +348,17 @@ def test_an_operator_without_a_kernel_for_the_chip_is_refused_there_only(helpers
         check(g, helpers, "a3")
 
 
+def test_an_operator_that_a_release_does_not_have_is_refused_there_only(helpers):
+    g = Builder()
+    g.done(g.add("act", "SituGlu", {"x": g.data("x", [2, 8])}, {"y": ([2, 4], BF16)}, beta=4.0, linear_beta=25.0))
+    check(g, helpers, cann="9.2")
+    with pytest.raises(
+        CompileError,
+        match=r"act: operator SituGlu on a3 with CANN 9.1; expected CANN 9.2 or later. Compile with --cann",
+    ):
+        check(g, helpers)
+
+
 def test_eight_bit_floats_are_for_the_950_family(helpers):
     g = Builder()
     x, chosen = g.data("x", [4, 64], torch.float8_e4m3fn), g.data("chosen", [4, 2], I32)
@@ -617,6 +628,130 @@ def test_limits_of_attention_over_the_latent_cache_hold(helpers, change, message
 
 def test_cann_9_2_takes_any_number_of_heads(helpers):
     check(absorbed(heads=3), helpers, cann="9.2")
+
+
+LONG = 2**63 - 1
+
+
+def sparse(
+    heads: int = 4, index_heads: int = 64, page: int = 128, count: int = 8, weights=BF16, width: int = 128, **attrs
+) -> Builder:
+    """Selection of keys and attention to them."""
+    g = Builder()
+    key, pool = g.data("key", [5, page, 1, width]), g.data("pool", [5, page, 1, 512])
+    ropes, lengths = g.data("ropes", [5, page, 1, 64]), {"n": g.data("n", [2], I32), "m": g.data("m", [2], I32)}
+    table = g.data("table", [2, 2], I32)
+    inputs = {"query": g.data("q", [2, 3, index_heads, width]), "key": key}
+    inputs |= {"weights": g.data("w", [2, 3, index_heads], weights), "actual_seq_lengths_query": lengths["n"]}
+    inputs |= {"actual_seq_lengths_key": lengths["m"], "block_table": table}
+    window = {"sparse_mode": 3, "pre_tokens": LONG, "next_tokens": LONG}
+    g.add("select", "LightningIndexer", inputs,
+          {"sparse_indices": ([2, 3, 1, count], I32), "sparse_values": ([0], BF16)},
+          layout_query="BSND", layout_key="PA_BSND", sparse_count=count, return_values=False, **window)  # fmt: skip
+    inputs = {"query": g.data("ql", [2, 3, heads, 512]), "key": pool, "value": pool, "sparse_indices": "select:0"}
+    inputs |= {"block_table": table, "actual_seq_lengths_query": lengths["n"], "actual_seq_lengths_kv": lengths["m"]}
+    inputs |= {"query_rope": g.data("qr", [2, 3, heads, 64]), "key_rope": ropes}
+    made = {"attention_out": ([2, 3, heads, 512], BF16), "softmax_max": ([0], F32), "softmax_sum": ([0], F32)}
+    attrs = window | {"attention_mode": 2, "sparse_block_size": 1} | attrs
+    g.add("attend", "SparseFlashAttention", inputs, made,
+          scale_value=0.1, layout_query="BSND", layout_kv="PA_BSND", return_softmax_lse=False, **attrs)  # fmt: skip
+    return g.done("attend:0")
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("a3 9.1", {"heads": 3}, "the number of heads is 3; expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("950dt 9.1", {"heads": 129}, "the number of heads is 129; expected at most 128"),
+        ("a3 9.1", {"attention_mode": 0}, "attention_mode is 0; expected 2"),
+        ("a3 9.1", {"sparse_mode": 4}, "sparse_mode is 4; expected one of 0, 3"),
+        ("a3 9.1", {"pre_tokens": 9}, "pre_tokens is 9; expected 9223372036854775807"),
+        ("950dt 9.1", {"sparse_block_size": 2}, "sparse_block_size is 2; expected one of 1"),
+        ("a3 9.1", {"page": 72}, "the page size is 72; expected a multiple of 16, at most 1,024"),
+        ("a3 9.1", {"width": 64}, "the width of query and key is [64, 64]; expected [128, 128]"),
+        ("a3 9.1", {"index_heads": 65}, "the number of index heads is 65; expected at most 64"),
+        ("a3 8.5", {"index_heads": 32}, "the number of index heads is 32; expected 64"),
+        ("950dt 9.1", {"index_heads": 12}, "the number of index heads is 12; expected one of 8, 16, 24, 32, 64"),
+        ("a3 8.5", {"count": 3072}, "sparse_count is 3072; expected 1 to 2,048"),
+        ("a3 9.1", {"count": 3000}, "sparse_count is 3000; expected 1 to 2,048, or a multiple of 1,024 up to 8,192"),
+        ("a3 8.5", {"weights": F32}, "weights are F32; expected the dtype of query"),
+        ("950dt 9.2", {"weights": F32}, "weights are F32; expected the dtype of query"),
+        ("950dt 8.5", {}, "operator LightningIndexer on 950dt with CANN 8.5; expected CANN 9.1 or later"),
+    ],
+)
+def test_limits_of_sparse_attention_hold(helpers, place, change, message):
+    name, cann = place.split()
+    check(sparse(), helpers, name, "9.1")
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(sparse(**change), helpers, name, cann)
+
+
+def test_a_chip_takes_the_heads_and_dtypes_that_another_refuses(helpers):
+    check(sparse(heads=3, index_heads=24), helpers, "950dt")
+    check(sparse(index_heads=5, weights=F32, count=4096), helpers, "a3")
+    check(sparse(), helpers, "a3", "8.5")
+
+
+def rotation(x=(1, 6, 4, 64), cos=(1, 6, 1, 64), mode: int = 1) -> Builder:
+    g = Builder()
+    inputs = {"x": g.data("x", list(x)), "cos": g.data("cos", list(cos)), "sin": g.data("sin", list(cos))}
+    return g.done(g.add("turn", "RotaryPositionEmbedding", inputs, {"y": (list(x), BF16)}, mode=mode))
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("a3 9.1", {"mode": 2}, "mode is 2; expected one of 0, 1"),
+        ("a3 9.1", {"cos": (1, 6, 1, 32)}, "x [1, 6, 4, 64] with cos [1, 6, 1, 32]; expected 3 or 4 dims each"),
+        ("a3 9.1", {"x": (2, 6, 4, 64), "cos": (2, 6, 1, 64)}, "cos is [2, 6, 1, 64]; expected [1, 6, 1, 64]"),
+        ("a3 9.1", {"x": (1, 6, 1000, 64)}, "rows times heads is 1,000; expected at most 999"),
+        ("a3 9.1", {"x": (1, 6, 4, 896), "cos": (1, 6, 1, 896)}, "the width of x is 896; expected at most 894"),
+        (
+            "950dt 9.1",
+            {"x": (1, 6, 4, 1026), "cos": (1, 6, 1, 1026)},
+            "the width of x is 1,026; expected at most 1,024",
+        ),
+        ("a3 8.5", {"x": (6, 4, 64), "cos": (6, 1, 64)}, "x of 3 dims in CANN 8.5; expected 4 dims"),
+    ],
+)
+def test_limits_of_rotation_hold(helpers, place, change, message):
+    name, cann = place.split()
+    check(rotation(), helpers, name, cann)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(rotation(**change), helpers, name, cann)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"indices": (4,)}, "indices [4] for var [640, 128]; expected [.., 1 to 2], of 2 dims or more"),
+        ({"updates": (4, 64)}, "updates is [4, 64]; expected [4, 128]"),
+    ],
+)
+def test_rows_scattered_into_a_state_have_its_width(helpers, change, message):
+    def write(indices=(4, 1), updates=(4, 128)) -> Builder:
+        g = Builder()
+        inputs = {"var": g.state("keys", [640, 128], BF16), "indices": g.data("at", list(indices), I64)}
+        inputs |= {"updates": g.data("new", list(updates))}
+        return g.done(g.add("write", "ScatterNdUpdate", inputs, {"var": ([640, 128], BF16)}))
+
+    check(write(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(write(**change), helpers)
+
+
+def test_sources_of_a_mix_have_one_shape(helpers):
+    def mix(second=(2, 3, 8), query=(8,)) -> Builder:
+        g = Builder()
+        inputs = {"sources0": g.data("a", [2, 3, 8]), "sources1": g.data("b", list(second))}
+        inputs |= {"norm": g.weight("norm", [8]), "query": g.weight("query", list(query))}
+        return g.done(g.add("mix", "AttnResMix", inputs, {"y": ([2, 3, 8], BF16)}, eps=1e-5))
+
+    check(mix(), helpers)
+    with pytest.raises(CompileError, match=r"sources1 is \[2, 8\]; expected \[2, 3, 8\]"):
+        check(mix(second=(2, 8)), helpers)
+    with pytest.raises(CompileError, match=r"query is \[3\]; expected \[8\]"):
+        check(mix(query=(3,)), helpers)
 
 
 @pytest.mark.parametrize(
