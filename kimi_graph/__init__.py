@@ -24,7 +24,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
-    from .models import count_parameters, decode, encode_image, generate, init_params, init_state, prefill
+    from .models import (
+        count_parameters,
+        decode,
+        encode_image,
+        generate,
+        init_params,
+        init_state,
+        parameter_counts,
+        prefill,
+    )
     from .read_config import load_config
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
@@ -38,6 +47,7 @@ _HOMES = {
     "init_state": "models",
     "load_config": "read_config",
     "load_params": "checkpoint",
+    "parameter_counts": "models",
     "prefill": "models",
 }
 
@@ -57,6 +67,7 @@ __all__ = [
     "models",
     "ops",
     "parallel",
+    "parameter_counts",
     "prefill",
     "tree",
 ]
