@@ -22,9 +22,9 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
     """
     outs = []
     for row, length in enumerate(lengths.tolist()):
-        if length:
-            q_HNK, k_HNK, v_HNK = (x[row, :length].transpose(0, 1) for x in (q, k, v))
-            outs.append(F.scaled_dot_product_attention(q_HNK, k_HNK, v_HNK, scale=scale).transpose(0, 1))
+        if length:  # with a batch dimension torch takes its blockwise form, which holds no matrix of all scores
+            q_1HNK, k_1HNK, v_1HNK = (x[row : row + 1, :length].transpose(1, 2) for x in (q, k, v))
+            outs.append(F.scaled_dot_product_attention(q_1HNK, k_1HNK, v_1HNK, scale=scale)[0].transpose(0, 1))
         outs.append(v.new_zeros(v.shape[1] - length, *v.shape[2:]))
     return torch.cat(outs).unflatten(0, v.shape[:2])
 
