@@ -150,7 +150,7 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)])
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -185,7 +185,9 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
 
 
-def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]]) -> Graph:
+def stamp_graph(
+    config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]], prototypes: Prototypes
+) -> Graph:
     """Copy the pieces to their places, in order, and tie them together."""
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
@@ -209,7 +211,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piec
         out = assembly.stamp(piece, place_of(use), bind)
         values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
     origins = {use.part: piece.origins for use, piece in placed}
-    return Graph(b, assembly.finish({name: values[name] for name in placed[-1][0].writes}), weights, origins)
+    return Graph(b, assembly.finish({name: values[name] for name in placed[-1][0].writes}, prototypes), weights, origins)
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------

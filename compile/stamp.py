@@ -180,8 +180,15 @@ class Assembly:
             self.body.append(copy)
         return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}
 
-    def finish(self, outputs: Mapping[str, str]) -> ModelDef:
-        """The model: inputs, weights, states, numbered in this order; the body; NetOutput reading `outputs`."""
+    def finish(self, outputs: Mapping[str, str], prototypes: Prototypes) -> ModelDef:
+        """The model: inputs, weights, states, numbered in this order; the body; NetOutput reading `outputs`.
+
+        Nodes that nothing needs are left out: a selection, say, that no later layer reuses.
+        """
+        ops = self.inputs | {op.name: op for op in self.body}
+        writers = [op.name for op in self.body if _in_place(op, prototypes)]
+        alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
+        self.body = [op for op in self.body if op.name in alive]
         model = ModelDef()
         graph = model.graph.add(name=self.name)
         graph.op.extend(sorted(self.inputs.values(), key=lambda op: (op.type == "RefData", op.name.startswith("p."))))
