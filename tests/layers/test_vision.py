@@ -187,7 +187,7 @@ def k3_form(w, c, patches, grid):
 @pytest.mark.parametrize("grid", [*GRIDS, (4, 6, 4)], ids=str)
 def test_k3_agrees_with_the_form_of_the_fact_sheet(grid):
     assert K3.vision is not None
-    c = small(K3.vision)
+    c = small(K3.vision, blocks=2 if math.prod(grid) < 1000 else 1)
     p = params(c)
     specs = dict(tree.items(layers.vision_specs(c, TEXT)))
     released = {specs[name].source[0]: x.reshape(specs[name].stored) for name, x in tree.items(p)}
@@ -212,7 +212,7 @@ def test_position_matrices_are_torchs_interpolation(mode, height, width):
 
 def test_four_frames_of_78_by_138_patches_have_interpolated_places_and_times_of_their_own():
     assert K3.vision is not None
-    c = small(K3.vision, blocks=0)
+    c = dataclasses.replace(small(K3.vision, blocks=0), embed=8)
     grid = (4, 78, 138)
     p = params(c)
     tables = layers.vision_tables(c, grid, dtype=torch.float64)
@@ -315,7 +315,7 @@ def test_attention_holds_no_matrix_of_all_scores(dtype):
     assert largest.size <= q.numel()
     assert bool(out[0, 2040:].eq(0).all())
     query, keys = q[0, 5, 1].double(), q[0, :2040, 1].double()
-    assert differ(out[0, 5, 1].double(), torch.softmax(keys @ query / 8, -1) @ keys) < 16 * torch.finfo(dtype).eps
+    assert differ(out[0, 5, 1].double(), torch.softmax(keys @ query / 8, -1) @ keys) < 64 * torch.finfo(dtype).eps
 
 
 # Graphs.

@@ -78,7 +78,6 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
         normal(P, G, R),
         torch.randperm(24)[:14],
     ],
-    "full_attention": lambda: [normal(B, T, H, K), normal(B, T, H, K), normal(B, T, H, K), COUNTS, 0.4],
     "full_attention": lambda: [*[normal(B, T, H, K) for _ in range(3)], torch.tensor([7, 4]), 0.4],
     "gated_rms_norm": lambda: [normal(B, T, H, V), normal(B, T, H, V), normal(V), 1e-5],
     "grouped_matmul": lambda: [normal(9, 6), normal(4, 5, 6), torch.tensor([3, 0, 5, 1])],
