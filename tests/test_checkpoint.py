@@ -13,20 +13,17 @@ from hypothesis import strategies as st
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import (
-    DTYPES,
-    INDEX,
-    SINGLE,
     Checkpoint,
     audit,
     load_params,
     load_tree,
     param_dtype,
-    read_header,
     save_checkpoint,
     write_shards,
 )
 from kimi_graph.errors import CheckpointError, ConfigError
 from kimi_graph.fixture import make_fixture, small_config
+from kimi_graph.headers import DTYPES, INDEX, SINGLE, read_header
 from kimi_graph.init import init_tensor
 from kimi_graph.models import model_specs
 from kimi_graph.read_config import load_config, parse_config
