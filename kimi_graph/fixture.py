@@ -131,7 +131,7 @@ def _text(source: dict[str, Any], layers: int, experts: str, top_k: str) -> dict
         "moe_intermediate_size": _width(source, "moe_intermediate_size"),
         experts: min(source[experts], max(EXPERTS, 4 * groups if groups > 1 else 0)),
         top_k: min(source[top_k], TOP_K),
-        "first_k_dense_replace": layers if dense == total else min(dense, 1),
+        "first_k_dense_replace": min(dense, layers) if dense == total or layers == total else min(dense, 1),
         "vocab_size": VOCAB,
         **{key: _special(source[key], source["vocab_size"]) for key in ids if source.get(key) is not None},
     }
