@@ -112,6 +112,8 @@ def open_bundle(folder: str | Path) -> Bundle:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
+    if missing := sorted({"model", "target", "weights", "state", "graphs", "unproved", "made_by"} - set(manifest)):
+        raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise BundleError(f"{weights}: missing; the bundle is incomplete.")
@@ -123,6 +125,16 @@ def open_bundle(folder: str | Path) -> Bundle:
     return Bundle(folder, manifest, read_json(weights))
 
 
+def check_place(folder: Path) -> None:
+    """Whether a bundle may be written to `folder`.
+
+    Raises:
+        BundleError: something else is there.
+    """
+    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
     """A folder to write to that becomes `folder` at the end; nothing is left behind on failure.
@@ -132,8 +144,7 @@ def writing(folder: Path) -> Iterator[Path]:
     Raises:
         BundleError: `folder` exists and is not a bundle, or cannot be written.
     """
-    if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+    check_place(folder)
     try:
         with new_folder(folder) as work:
             yield work

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from kimi_graph.checkpoint import Checkpoint
+from kimi_graph.checkpoint import Checkpoint, audit
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
+from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
 
 from . import air, bundle, constants
@@ -72,28 +73,35 @@ class Request:
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
         legal = ("prefill", "decode") if self.config.vision is None else ("vision", "prefill", "decode")
-        for phase in self.phases:
-            if phase not in legal:
-                raise CompileError(f"--phase {phase!r}: the phases of {self.config.name} are {', '.join(legal)}.")
+        if not self.phases or set(self.phases) - set(legal):
+            raise CompileError(f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}.")
         if self.page % 16 or not 16 <= self.page <= 1024:
-            nearest = min(1024, max(16, round(self.page / 16) * 16))
-            raise CompileError(f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; {nearest}.")
-        sequence_pages = check_length(self.config, self.max_len, self.page).pages
-        needed = self.rows * sequence_pages + 1
-        pages = needed if self.pages is None else self.pages
-        if pages < sequence_pages + 1:
             raise CompileError(
-                f"--pages {pages}: one sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
-                f"and page 0 is nobody's; at least {sequence_pages + 1}, or {needed} for {self.rows} full sequences."
+                f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; "
+                f"the nearest is {min(1024, max(16, round(self.page / 16) * 16))}."
             )
-        if self.chunk > sequence_pages * self.page:
+        sequence_pages = check_length(self.config, self.max_len, self.page).pages
+        if "prefill" in self.phases and self.chunk > self.max_len:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
+        pages = self.rows * sequence_pages + 1 if self.pages is None else self.pages
+        self._check_pages(pages, sequence_pages)
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
             slots=self.rows + 1, images=self._images(),
         )  # fmt: skip
         sizes = {"decode": 1, "prefill": self.chunk, "vision": self.patches}
         return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
+
+    def _check_pages(self, pages: int, sequence_pages: int) -> None:
+        """A pool must hold one sequence of the longest length, a page for each row, and the tokens of one step."""
+        tokens = self.rows * (self.chunk if "prefill" in self.phases else 1)
+        least = max(sequence_pages + 1, self.rows + 1, -(-tokens // self.page))
+        if pages < least:
+            raise CompileError(
+                f"--pages {pages}: a sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
+                f"a step writes {tokens:,} tokens, and page 0 is nobody's; at least {least}, "
+                f"or {self.rows * sequence_pages + 1} for {self.rows} full sequences."
+            )
 
 
     def _images(self) -> int:
@@ -201,8 +209,8 @@ def stamp_graph(
             if name.startswith("p."):
                 parameter, steps = piece.weights[name]
                 path = parameter_path(config, parameter, use.prefix)
-                full = "p." + weight_name(path, steps)
-                weights[full] = (path, bytes_only(steps))
+                full, made = "p." + weight_name(path, steps), (path, bytes_only(steps))
+                assert weights.setdefault(full, made) == made, f"{full} is made by {weights[full]} and by {made}"
                 return assembly.input(full, op)
             if name.startswith("s."):
                 return assembly.input(state_name(config, use, name.removeprefix("s.")), op)
@@ -276,17 +284,24 @@ def compile_model(
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
     """
-    given = {"rows": batch, "chunk": chunk, "max_len": max_len, "page": page, "pages": pages, "patches": patches}
+    length = min(Request.max_len, config.max_len) if max_len is None else max_len
+    given = {"rows": batch, "page": page, "pages": pages, "patches": patches}
     request = Request(
         config=config,
         target=target,
         phases=phases or (("prefill", "decode") if config.vision is None else ("vision", "prefill", "decode")),
+        chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
+        max_len=length,
         constants=weights == "constant",
         **{name: value for name, value in given.items() if value is not None},
     )
     request.buckets()  # refuse before anything expensive
-    if request.constants and checkpoint is None:
-        raise CompileError(f"--weights constant puts the weights into the bundle: {config.name} must be a checkpoint folder.")
+    if out is not None:
+        bundle.check_place(out)
+    if request.constants:
+        if checkpoint is None:
+            raise CompileError(f"--weights constant puts weights into the bundle: {config.name} must be a checkpoint folder.")
+        audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)

@@ -5,6 +5,7 @@ time on the device host is checked here first, with its numbers. Sources: the ac
 2026) and ops-nn (August 2026), "documents" below; fact sheet of Ascend, A.1.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -140,6 +141,7 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("output", use.node.outs[0].shape if use.node.outs else None, together)
 
 
+@functools.lru_cache(maxsize=1024)
 def _broadcast(*shapes: Shape) -> Shape | None:
     try:
         return tuple(torch.broadcast_shapes(*shapes))
@@ -153,11 +155,14 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("output", use.made("y"), use.shape("x"))
 
 
+_PROTO_OF_GE = {d.ge: d.proto for d in Dtype}
+
+
 @limit("Cast")
 def _(use: Use) -> Iterator[Fault]:
     yield from expect("output", use.made("y"), use.shape("x"))
     made, number = use.node.output("y"), use.attr("dst_type")
-    named = {d.ge: d.proto for d in Dtype}.get(number)
+    named = _PROTO_OF_GE.get(number)
     if made is not None and made.dtype and named != made.dtype:
         found = (
             f"dst_type {number} is {SHORT.get(named or 0, 'no dtype')}, its output {SHORT.get(made.dtype, made.dtype)}"
@@ -177,6 +182,24 @@ def _(use: Use) -> Iterator[Fault]:
     wanted = use.values("shape")
     if wanted is not None and y is not None and min(wanted, default=1) > 0:
         yield from expect("output", y, tuple(wanted))
+
+
+@limit("StridedSliceV2")
+def _(use: Use) -> Iterator[Fault]:
+    """Bounds inside the tensor: the operator cuts others to the size, which would hide a wrong one."""
+    x, begin, end, axes, strides = use.shape("x"), *map(use.values, ("begin", "end", "axes", "strides"))
+    if x is None or begin is None or end is None or axes is None or strides is None:
+        return
+    if len({len(begin), len(end), len(axes), len(strides)}) > 1 or any(not 0 <= a < len(x) for a in axes):
+        yield f"begin {begin}, end {end}, axes {axes}, strides {strides} of {len(x)} dims", "as many of each", ""
+        return
+    made = list(x)
+    for a, first, last, step in zip(axes, begin, end, strides, strict=True):
+        if not 0 <= first < last <= x[a] or step < 1:
+            yield f"{first} to {last} in steps of {step} of dim {a} of {_text(x)}", f"within 0 to {x[a]}", ""
+            return
+        made[a] = -(-(last - first) // step)
+    yield from expect("output", use.made("y"), tuple(made))
 
 
 @limit("ReduceSum", "ReduceMax", "ReduceMean")
@@ -241,6 +264,9 @@ def _(use: Use) -> Iterator[Fault]:
 def _(use: Use) -> Iterator[Fault]:
     x, indices, axis = use.shape("x"), use.shape("indices"), use.values("axis")
     if x is not None and indices is not None and axis is not None and use.attr("batch_dims") == 0:
+        if not -len(x) <= axis[0] < len(x):
+            yield f"axis {axis[0]} of {len(x)} dims", "a dim of x", ""
+            return
         at = axis[0] % len(x)
         yield from expect("output", use.made("y"), (*x[:at], *indices, *x[at + 1 :]))
 
@@ -315,6 +341,9 @@ def _(use: Use) -> Iterator[Fault]:
 def _(use: Use) -> Iterator[Fault]:
     x, y = use.shape("x"), use.made("y")
     if x is None or not x:
+        return
+    if not -len(x) <= use.attr("dim") < len(x):
+        yield f"dim {use.attr('dim')} of {len(x)} dims", "a dim of x", ""
         return
     dim = use.attr("dim") % len(x)
     if x[dim] % 2:

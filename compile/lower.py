@@ -279,6 +279,18 @@ def _view(ge: Room, x: Value, shape: Sequence[int]) -> Value:
     return ge.reshape(x, ge.result.shape)  # `shape` may hold a -1
 
 
+@_lowers(aten.slice.Tensor)
+def _slice(ge: Room, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Value:
+    """torchair's converter writes the largest int32 for an open end; here the end is exact, so it can be checked."""
+    shape = ge.shape(x)
+    dim = dim % len(shape)
+    bounds = slice(start, end, step).indices(shape[dim])
+    if bounds == (0, shape[dim], 1):
+        return x
+    begin, stop, stride, axis = (ge.const([n], torch.int64) for n in (*bounds, dim))
+    return ge.StridedSliceV2(x, begin, stop, axes=axis, strides=stride)
+
+
 @_lowers(aten.permute.default)
 def _permute(ge: Room, x: Value, dims: Sequence[int]) -> Value:
     """Moving dimensions of size one moves no element."""
@@ -311,6 +323,14 @@ def _gelu(ge: Room, x: Value, *, approximate: str = "none") -> Value:
 @_lowers(aten.amax.default)
 def _amax(ge: Room, x: Value, dims: Sequence[int] = (), keepdim: bool = False) -> Value:
     return ge.ReduceMax(x, ge.const(list(dims) or list(range(len(ge.shape(x)))), torch.int64), keep_dims=keepdim)
+
+
+@_lowers(aten.clamp.default)
+def _clamp(ge: Room, x: Value, least: float | None = None, most: float | None = None) -> Value:
+    """torchair's converter clips at both ends, with the largest number of the dtype where an end is open."""
+    dtype = ge.dtype(x)
+    x = x if least is None else ge.Maximum(x, ge.const(least, dtype))
+    return x if most is None else ge.Minimum(x, ge.const(most, dtype))
 
 
 @_lowers(aten.mul.Tensor)

@@ -244,11 +244,17 @@ def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef])
 
 
 def _check_steps(name: str, steps: tuple[Step, ...], parameter: torch.Tensor, desc: TensorDescriptor) -> None:
-    try:
-        made = recipe.apply(steps, parameter)
-    except (RuntimeError, IndexError, TypeError, KeyError) as error:
-        shape = list(parameter.shape)
-        raise BundleError(f"weight {name}: the steps do not fit a parameter of {shape}: {error}") from None
+    """The steps, on a meta tensor, make what the graph reads, and each does something."""
+    made = parameter
+    for step in steps:
+        before = made
+        try:
+            made = recipe.apply([step], before)
+        except (RuntimeError, IndexError, TypeError, KeyError) as error:
+            shape = list(before.shape)
+            raise BundleError(f"weight {name}: step {recipe.to_json([step])} does not fit {shape}: {error}") from None
+        if step.kind in ("slice", "view", "cast") and (made.shape, made.dtype) == (before.shape, before.dtype):
+            raise BundleError(f"weight {name}: step {recipe.to_json([step])} does nothing to {list(before.shape)}.")
     if made.numel() != math.prod(shape_of(desc)) or made.dtype != dtype_of(desc):
         found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{_dtype(dtype_of(desc))}{list(shape_of(desc))}"
         raise BundleError(f"weight {name}: the plan makes {found}, the graph reads {read}.")

@@ -39,10 +39,12 @@ def _plan(equation: str) -> _Plan:
     left = "".join(x for x in a if x not in b)
     right = "".join(x for x in b if x not in a)
     if set(left + right + batch) != set(out) or set(a) != set(left + batch + summed):
-        raise CompileError(f"einsum {equation!r}: only products of two operands without traces or broadcasts are lowered.")
+        raise CompileError(
+            f"einsum {equation!r}: only products of two operands without traces or broadcasts are lowered."
+        )
     stem = b[len(batch) :] if b.startswith(batch) else b
     transpose = stem == right + summed
-    if not transpose and stem != summed + right or not b.startswith(batch):
+    if (not transpose and stem != summed + right) or not b.startswith(batch):
         raise CompileError(
             f"einsum {equation!r}: the second operand must read batch, kept, summed (or batch, summed, kept) letters, "
             f"as a checkpoint stores it; found {b!r}."
@@ -106,10 +108,13 @@ def lower_einsum(captured: Captured) -> Captured:
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float64: "float64"}
 
 
-def _slice(x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Step | None:
-    assert step == 1, "weights are sliced without gaps"
+def _slice(
+    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Step | None:
     size = x.shape[dim]
-    start, end = start or 0, size if end is None else min(end, size)
+    if step != 1:
+        raise CompileError(f"a weight is sliced with step {step}; recipes slice without gaps.")
+    start, end, _ = slice(start, end).indices(size)
     return None if (start, end) == (0, size) else Step("slice", (dim % x.ndim, start, end))
 
 
@@ -220,7 +225,8 @@ def _with_inputs(
         if (parameter, steps) not in made:
             with graph.inserting_before(first):
                 new = graph.placeholder(f"weight_{len(made)}")
-            new.meta = {"val": torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device="meta"), "source": ""}
+            like = node.meta["val"]
+            new.meta = {"val": torch.empty(like.shape, dtype=like.dtype, device="meta"), "source": ""}
             made[parameter, steps] = new
             name = weight_name(parameter, steps)
             if name in weights:  # the same bytes in two shapes: a second input would be a second copy

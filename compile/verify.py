@@ -3,13 +3,12 @@
 Prompts of unequal length are read in chunks, then decoded token by token, through the bundle's own state contract: slots
 and pages in scrambled order, rows that end inside a chunk, decode steps with a row that no sequence uses. Twice:
 
-* exact: every float is float64 and float casts do nothing, on both sides. What is left is rounding: <= 1e-10 of scale.
+* exact: every float is float64 and float casts do nothing, on both sides. What is left is rounding: <= 1e-12 of scale.
 * native: the graph in its own dtypes, against the exact model; expert choices are taken from the exact run, because a
   rounding that flips a near tie changes a token's experts and says nothing about the graph.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,13 +27,13 @@ from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
 from . import air, recipe
-from .bundle import LOCAL, Bundle, open_bundle
+from .bundle import LOCAL, Bundle, open_bundle, read_json
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, shape_of
 from .manifest import check_claims
 
-EXACT_TOLERANCE = 1e-10
+EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
 Notify = Callable[[str, int, int], None]
 
 
@@ -186,23 +185,22 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     generator = torch.Generator().manual_seed(seed)
     if "vision" in phases:
         yield from _pictures(phases["vision"], config, generator)
-    capacity, page = contract["tokens_per_sequence"], contract["page_tokens"]
-    chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, capacity)
+    page = contract["page_tokens"]
+    chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, contract["tokens_per_sequence"])
     table, slots = _scattered(contract, rows, generator)
-    room = max(1, min(capacity, (contract["pages"] - 1) // rows * page) - (steps if "decode" in phases else 0))
-    longest = max(chunk + chunk // 2 + 1, _top_k(config) + chunk // 2 + 1)  # so that a selection leaves something out
-    prompts = torch.tensor([max(1, min(room, longest - r * (chunk // 3 + 1))) for r in range(rows)])
+    room = row_capacity(contract, rows) - (steps if "decode" in phases else 0)
 
     def batch(*where: Tensor, tokens: int) -> Batch[Tensor]:
         return step_batch(*where, tokens, page, rope=config.rotation, dtype=torch.float64)
 
     before = torch.zeros(rows, dtype=torch.int64)
-    while bool((before < prompts).any()):
-        counts = (prompts - before).clamp(max=chunk)
+    for counts in prompt_chunks(rows, chunk, room, _top_k(config) + chunk // 2 + 1):
         tokens = torch.randint(config.vocab, (rows, chunk), generator=generator)
+        here = before + counts > 0  # a sequence that has not come yet has neither slot nor pages
+        mine = (table * here[:, None]).int(), (slots * here).int(), before, counts
         images = _image_rows(phases.get("prefill"), config, counts, generator)
-        here = batch(table, slots, before, counts, tokens=chunk)
-        yield Step(phase="prefill", inputs={"tokens": tokens, **images}, batch=here, used=counts > 0)
+        step = batch(*mine, tokens=chunk)
+        yield Step(phase="prefill", inputs={"tokens": tokens, **images}, batch=step, used=counts > 0)
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
@@ -246,6 +244,29 @@ def _pictures(entry: dict[str, Any], config: ModelConfig, generator: torch.Gener
             batch=vision_tables(v, grid, room, torch.float64),
             used=torch.arange(most) < height * width,
         )
+
+
+def row_capacity(contract: dict[str, Any], rows: int) -> int:
+    """Tokens that every row can hold at once."""
+    return min(contract["tokens_per_sequence"], (contract["pages"] - 1) // rows * contract["page_tokens"])
+
+
+def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Tensor]:
+    """New tokens `[rows]` of each prefill step: whole and partial chunks, one token, none, a row that comes later.
+
+    The first row goes on to `longest` tokens, so that a selection of keys leaves something out.
+    """
+    before = torch.zeros(rows, dtype=torch.int64)
+    for wanted in ((chunk, 0, chunk - 3), (chunk // 2 + 1, chunk, 0), (1, 1, 1)):
+        counts = torch.tensor([wanted[r % 3] for r in range(rows)]).clamp(min=0).minimum(room - before)
+        if bool(counts.any()):
+            yield counts
+        before = before + counts
+    while int(before[0]) < min(longest, room):
+        counts = torch.zeros_like(before)
+        counts[0] = min(chunk, min(longest, room) - int(before[0]))
+        yield counts
+        before = before + counts
 
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -451,7 +472,7 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
     """
     local = bundle.folder / LOCAL
     if given is None and local.is_file():
-        given = Path(json.loads(local.read_bytes())["checkpoint"])
+        given = Path(read_json(local)["checkpoint"])
         if not given.is_dir():
             raise BundleError(f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR.")
     if given is None:
@@ -460,6 +481,16 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
             f"or compile a fixture: kimi-graph fixture {bundle.manifest['model']['name']} -o DIR."
         )
     return Checkpoint.open(given)
+
+
+def _check_steps(bundle: Bundle, steps: int) -> None:
+    graphs = bundle.manifest["graphs"]
+    least = 0 if any(g["phase"] == "prefill" for g in graphs) else 1
+    room = row_capacity(bundle.manifest["state"], graphs[0]["rows"])
+    if not least <= steps < room:
+        raise VerifyError(
+            f"--steps {steps}: {bundle.folder} takes {least} to {room - 1:,}; a row holds {room:,} tokens, one a prompt."
+        )
 
 
 def silent(what: str, done: int, total: int) -> None:
@@ -493,6 +524,7 @@ def verify_bundle(
             f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
             f"{source['fingerprint'][:16]}...; the bundle was made for another model."
         )
+    _check_steps(bundle, steps)
     graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
     check_claims(bundle, config, graphs)
     bundle.check_constants()

@@ -70,7 +70,7 @@ def attention(
             k = torch.cat([k_nope[row, :length], shared], -1)
             outs.append(_causal(q.transpose(0, 1), k.transpose(0, 1), v[row, :length].transpose(0, 1), scale))
         outs.append(v.new_zeros(tokens - count, heads, v.shape[3]))
-    return torch.cat(outs).unflatten(0, (-1, tokens))
+    return torch.cat(outs).unflatten(0, (len(lengths), tokens))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -150,17 +150,26 @@ def latent_attention(
     outs = []
     for row, length in enumerate(lengths.tolist()):
         if not length:
-            outs.append(torch.zeros_like(q_latent[row]))
+            outs.append(torch.zeros_like(q_latent[row, 0]))
             continue
         latent, rope = (_cached(pool, block_table[row], length) for pool in (latent_pool, rope_pool))
         q, q_r = at_least_f32(q_latent[row, 0]) * scale, at_least_f32(q_rope[row, 0]) * scale
-        size = max(1, BLOCK_BYTES // (4 * latent.shape[1]))  # tokens: a bfloat16 cache is widened in parts
-        parts = [slice(i, i + size) for i in range(0, length, size)] if latent.dtype.itemsize < 4 else [slice(None)]
-        scores = [torch.addmm(q_r @ at_least_f32(rope[part]).mT, q, at_least_f32(latent[part]).mT) for part in parts]
-        weights = torch.cat(scores, -1).softmax(-1)
-        o = torch.stack([weights[:, part] @ at_least_f32(latent[part]) for part in parts]).sum(0)
-        outs.append(o.to(q_latent.dtype)[None])
-    return torch.stack(outs)
+        if latent.dtype.itemsize >= 4:
+            outs.append(_read(q, q_r, [(latent, rope)]))
+        else:  # widened in parts, twice: for the scores, then for the sum
+            size = max(1, BLOCK_BYTES // (4 * latent.shape[1]))
+            outs.append(_read(q, q_r, list(zip(latent.split(size), rope.split(size), strict=True))).to(q_latent.dtype))
+    return torch.stack(outs)[:, None]
+
+
+def _read(q: Tensor, q_rope: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """`[H, L]` and `[H, R]` read a cache given in parts `[n, L]`, `[n, R]`: weighted latents `[H, L]`."""
+    scores = [torch.addmm(q_rope @ at_least_f32(rope).mT, q, at_least_f32(latent).mT) for latent, rope in parts]
+    weights = torch.cat(scores, -1).softmax(-1).split([len(latent) for latent, _ in parts], -1)
+    o = weights[0] @ at_least_f32(parts[0][0])
+    for weight, (latent, _) in zip(weights[1:], parts[1:], strict=True):
+        o = torch.addmm(o, weight, at_least_f32(latent))
+    return o
 
 
 def _cached(pool: Tensor, table: Tensor, length: int) -> Tensor:

@@ -82,7 +82,7 @@ class Operator:
         self.__signature__ = self._signature
         parameters = self._signature.parameters.values()
         self._arity = len(parameters)
-        self._floats = frozenset(i for i, p in enumerate(parameters) if p.annotation in (float, float | None))
+        self._floats = tuple(i for i, p in enumerate(parameters) if p.annotation in (float, float | None))
         self._lists = tuple(i for i, p in enumerate(parameters) if p.annotation == list[torch.Tensor])
         self._qualified_op_name = f"kimi::{self.name}"
         _LIBRARY.define(self.name + torch.library.infer_schema(reference, mutates_args=()))
@@ -105,7 +105,11 @@ class Operator:
             bound.apply_defaults()
             args = bound.args
         if self._floats:
-            args = tuple(as_f32(v) if i in self._floats and v is not None else v for i, v in enumerate(args))
+            values = list(args)
+            for i in self._floats:
+                if values[i] is not None:
+                    values[i] = as_f32(values[i])
+            args = tuple(values)
         asked = args
         for i in self._lists:  # torch looks for overrides among the arguments themselves, not inside lists
             args = (*args[:i], list(args[i]), *args[i + 1 :])
@@ -140,7 +144,7 @@ def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]]
 
 def at_least_f32(x: torch.Tensor) -> torch.Tensor:
     """float32, but float64 stays float64: the accumulation dtype of a reference."""
-    return x if x.dtype == torch.float64 else x.float()
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 BLOCK_BYTES = 1 << 20  # of a float32 temporary: stays in a core's cache, and the allocator gives it again at once
@@ -155,8 +159,8 @@ def by_rows(f: Callable[..., torch.Tensor], *values: torch.Tensor, dims: int = 1
         width: elements of a temporary's row; by default those of the first value's.
     """
     x = values[0]
-    lead, width = x.shape[:-dims], width or x.shape[-dims:].numel()
-    if 4 * lead.numel() * width <= 2 * BLOCK_BYTES or x.device.type != "cpu" or _capturing.get():
+    if 4 * x.numel() * max(1, width) <= 2 * BLOCK_BYTES or x.device.type != "cpu" or _capturing.get():
         return f(*values)
+    lead, width = x.shape[:-dims], width or x.shape[-dims:].numel()
     blocks = (v.flatten(0, len(lead) - 1).split(max(1, BLOCK_BYTES // (4 * width))) for v in values)
     return torch.cat([f(*block) for block in zip(*blocks, strict=True)]).unflatten(0, lead)

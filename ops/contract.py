@@ -18,10 +18,10 @@ def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
     """`torch.einsum(equation, x, y)`; whoever follows torch's functions (capture, a sharded value) sees just that."""
     summed = _trailing(equation)
     if summed and not has_torch_function((x, y)):
-        lead, width = x.shape[:-summed], x.shape[-summed:].numel()
-        rows = lead.numel()
-        if rows <= FEW:
-            return few_rows(x.reshape(rows, width), y.reshape(-1, width)).view(lead + y.shape[:-summed])
+        width = y.shape[-1] if summed == 1 else y.shape[-summed:].numel()
+        if x.numel() <= FEW * width:
+            shape = x.shape[:-summed] + y.shape[:-summed]
+            return few_rows(x.reshape(-1, width), y.reshape(-1, width)).view(shape)
     return torch.einsum(equation, x, y)
 
 
@@ -37,16 +37,22 @@ def _trailing(equation: str) -> int:
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """`[M, D]` times `[F, D]` transposed, for small M: the weight's rows are shared out among the threads."""
-    ways, (rows, width), size = shares(weight), x.shape, len(weight)
+    """`[M, D]` times `[F, D]` transposed, for small M: the weight's rows are shared out among the threads.
+
+    The result holds the elements of `[M, F]` in order; its shape is to be viewed.
+    """
+    ways = shares(weight)
     if ways == 1:
         return F.linear(x, weight)
+    (rows, width), size = x.shape, weight.shape[0]
     y = torch.bmm(x.expand(ways, rows, width), weight.view(ways, -1, width).mT)
-    return y.transpose(0, 1).reshape(rows, size)
+    return y if rows == 1 else y.transpose(0, 1).reshape(rows, size)
 
 
 def shares(weight: Tensor) -> int:
-    """How many threads should share the rows of a `[F, D]` weight that meets few rows."""
-    ways, (size, width) = torch.get_num_threads(), weight.shape[-2:]
-    worth = weight.dtype.itemsize >= 4 and size * width >= LARGE and size % ways == 0 and weight.device.type == "cpu"
-    return ways if worth else 1
+    """How many threads should share the rows of a `[..., F, D]` weight that meets few rows."""
+    size, width = weight.shape[-2:]
+    if size * width < LARGE or weight.dtype.itemsize < 4 or weight.device.type != "cpu":
+        return 1
+    ways = torch.get_num_threads()
+    return ways if size % ways == 0 else 1

@@ -60,8 +60,7 @@ def kda_chunk(
             part = [x.masked_fill(padding.view(*padding.shape, *[1] * (x.ndim - 2)), 0) for x in part]
         o, state = _group([_chunked(x, chunk) for x in part], state, scale)
         outs.append(o[:, :size].to(v.dtype))
-    if longest < tokens:
-        outs.append(v.new_zeros(rows, tokens - longest, *v.shape[2:]))
+    outs.append(v.new_zeros(rows, tokens - longest, *v.shape[2:]))
     return torch.cat(outs, 1), put_rows(memory, slots, state.unflatten(0, (rows, heads)))
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 from .base import at_least_f32, by_rows, operator, recorded
 from .contract import FEW, few_rows, shares
 
+NARROW_ROWS = 64  # torch builds code of most of a megabyte for every number of rows that a bfloat16 product has
+
 
 @operator(sharding="n e, e -> n k, n k", whole="ek")
 def moe_route(
@@ -132,15 +134,22 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     """
     if recorded(x, weight):
         sizes = group_sizes.tolist()
-        parts = [few_rows(part, w) for part, w in zip(x[: sum(sizes)].split(sizes), weight, strict=True) if len(part)]
+        parts = [
+            few_rows(part, w).view(len(part), -1)
+            for part, w in zip(x[: sum(sizes)].split(sizes), weight, strict=True)
+            if len(part)
+        ]
         return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), weight.shape[1])])
     groups, features, width = weight.shape
     ways, start = shares(weight), 0
+    round_up = NARROW_ROWS if x.dtype.itemsize < 4 and len(x) > NARROW_ROWS else 1
     shared = weight.view(groups, ways, features // ways, width).mT
     y = x.new_empty(len(x), features)
     for group, size in enumerate(group_sizes.tolist()):
         if size:
-            some, out = x[start : start + size], y[start : start + size]
+            # rows beyond the group's are the next groups', which write them after this
+            stop = min(len(x), start + size + -size % round_up)
+            some, out = x[start:stop], y[start:stop]
             if size > FEW or ways == 1:
                 torch.mm(some, weight[group].t(), out=out)
             else:

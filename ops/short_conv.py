@@ -24,7 +24,7 @@ def short_conv(
     """
     before = state_rows(window, slots, lengths, counts).to(x.dtype)
     if x.shape[1] == 1:
-        inputs = torch.cat([before, x[:, 0, :, :, None]], -1)
+        inputs = torch.cat([before, x.permute(0, 2, 3, 1)], -1)
         y = F.silu((at_least_f32(inputs) * at_least_f32(weight)).sum(-1)).to(x.dtype)[:, None]
         last = inputs[..., 1:]
         if 0 in counts.tolist():
@@ -43,7 +43,7 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
     tokens = inputs.shape[1] - len(rest)
     block = max(1, BLOCK_BYTES // (4 * inputs[:, 0].numel()))
     outs = []
-    for start in range(0, tokens, block):
+    for start in range(0, max(1, tokens), block):
         size = min(block, tokens - start)
         wide = at_least_f32(inputs[:, start : start + size + len(rest)])
         y = wide[:, :size] * first

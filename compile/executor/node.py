@@ -144,6 +144,11 @@ class Op:
             self.fail(f"an input that decides shapes has dtype {values.dtype}")
         return [int(v) for v in values.reshape(-1).tolist()]
 
+    def dim(self, axis: int, rank: int) -> int:
+        """An axis counted from the front; one that is not among `rank` dimensions is refused."""
+        self.require(-rank <= axis < rank, f"axis {axis} of {rank} dimensions")
+        return axis % rank
+
     def number(self, value: Tensor) -> int:
         """A single number that decides shapes."""
         found = self.ints(value)

@@ -1,9 +1,18 @@
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kimi_graph.compile import torchair_host
+from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.targets import target
 from kimi_graph.compile.torchair_host import Host
+from kimi_graph.fixture import make_fixture
+from kimi_graph.read_config import load_config
+
+Compile = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +20,31 @@ def host() -> Host:
     """torchair: of the wheel KIMI_GRAPH_TORCH_NPU_WHEEL names, or found as the command line finds it."""
     cache = torchair_host.default_cache(os.environ)
     return torchair_host.load(os.environ.get("KIMI_GRAPH_TORCH_NPU_WHEEL"), cache=cache)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fixture checkpoint of three layers: KDA and dense, KDA and MoE, MLA and MoE. Read only."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "small"
+    return make_fixture(load_config("kimi-linear-48b"), folder, layers=3).folder
+
+
+@pytest.fixture(scope="session")
+def compile_small(small: Path, host: Host) -> Compile:
+    """`compile_small(out, **options)` compiles it for A3: 2 rows, chunks of 16, 64 tokens in pages of 16."""
+
+    def run(out: Path | None, **options: Any) -> Any:
+        sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
+        profile = target(options.pop("target", "a3"))
+        model = options.pop("model", small)
+        return compile_model(load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options})
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def bundle(compile_small: Compile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of it. Read only: copy it before you change anything."""
+    folder = tmp_path_factory.mktemp("bundles") / "small"
+    compile_small(folder)
+    return folder

@@ -171,7 +171,7 @@ ATEN_CALLS = [
     (lambda x: x.view(3, -1), "Reshape(x=arg0_1, shape=[3, 4]) -> y [3, 4] axis=0 num_axes=-1"),
     (lambda x: x.permute(1, 0), "Transpose(x=arg0_1, perm=[1, 0]) -> y [6, 2]"),
     (lambda x: x.transpose(-1, 0), "Transpose(x=arg0_1, perm=[1, 0]) -> y [6, 2]"),
-    (lambda x: x[:, 2:5], f"StridedSliceV2(x=arg0_1, begin=2, end=5, axes=1, strides=1) -> y [2, 3] {MASKS}"),
+    (lambda x: x[:, 2:5], f"StridedSliceV2(x=arg0_1, begin=[2], end=[5], axes=[1], strides=[1]) -> y [2, 3] {MASKS}"),
 ]
 
 

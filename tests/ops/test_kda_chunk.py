@@ -1,4 +1,4 @@
-"""KDA in chunks is the token-by-token recurrence, for every length and every gate, and looks neither ahead nor aside."""
+"""KDA in chunks is the recurrence token by token, for every length and gate, and looks neither ahead nor aside."""
 
 import math
 
@@ -43,7 +43,7 @@ def where(lengths, counts):
 
 
 def recurrence(q, k, v, decay, beta, state, scale):
-    """The definition, one row `[T, H, ...]` and its state `[H, V, K]`, in float64 (fact sheet of models, section 3.2)."""
+    """The definition for one row `[T, H, ...]` and its state `[H, V, K]`, in float64 (fact sheet of models, 3.2)."""
     q, k, v, decay, beta, state = (x.double() for x in (q, k, v, decay, beta, state))
     scale = float(torch.tensor(scale))  # operators round their float attributes to float32
     outs = []

@@ -28,7 +28,7 @@ def gather(op: Op, x: Tensor, indices: Tensor) -> Tensor:
 
 def _gather(op: Op, x: Tensor, indices: Tensor, axis: int) -> Tensor:
     op.of_dtype(*_INDEX, indices=indices)
-    axis = axis % x.ndim
+    axis = op.dim(axis, x.ndim)
     flat = indices.reshape(-1).long()
     if op.attr("negative_index_support", False):
         flat = torch.where(flat < 0, flat + x.shape[axis], flat)

@@ -13,7 +13,7 @@ from .elementwise import wide
 
 
 def _axes(op: Op, x: Tensor, axes: Tensor) -> list[int]:
-    found = sorted({a % x.ndim for a in op.ints(axes)})
+    found = sorted({op.dim(a, x.ndim) for a in op.ints(axes)})
     op.require(bool(found), "axes is empty, which operators read differently")
     return found
 

@@ -35,7 +35,7 @@ def tensor_move(op: Op, x: Tensor) -> Tensor:
     "Squeeze", provenance="documented formula", source="prototype text: drops the dimensions named in axis", view=True
 )
 def squeeze(op: Op, x: Tensor) -> Tensor:
-    axes = sorted(a % x.ndim for a in op.need("axis", list))
+    axes = sorted(op.dim(a, x.ndim) for a in op.need("axis", list))
     op.require(all(x.shape[a] == 1 for a in axes), f"axis {axes} of {list(x.shape)} are not all of size 1")
     op.require(bool(axes), "axis is empty, which drops whatever has size 1")
     return x.reshape([s for a, s in enumerate(x.shape) if a not in axes])
@@ -50,7 +50,7 @@ def squeeze(op: Op, x: Tensor) -> Tensor:
 def unsqueeze(op: Op, x: Tensor) -> Tensor:
     axes = op.need("axes", list)
     rank = x.ndim + len(axes)
-    at, sizes = {a % rank for a in axes}, iter(x.shape)
+    at, sizes = {op.dim(a, rank) for a in axes}, iter(x.shape)
     op.require(len(at) == len(axes), f"axes {axes} name a dimension twice")
     return x.reshape([1 if a in at else next(sizes) for a in range(rank)])
 

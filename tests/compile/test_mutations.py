@@ -1,0 +1,228 @@
+"""A bundle that was changed in any way is noticed: random changes to graphs, weight plan and manifest.
+
+Each change is looked for as `verify` does, in its order: what the bundle says of itself is held against its graphs, the
+executor reads the graph, runs it exactly and is compared with the model after every step; last, the compiler's checks.
+Hashes are left out, they would notice everything.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_graph import tree
+from kimi_graph.checkpoint import Checkpoint, load_params
+from kimi_graph.compile import air
+from kimi_graph.compile.bundle import Bundle, open_bundle
+from kimi_graph.compile.checks import check_graph
+from kimi_graph.compile.executor import Executor, Selections
+from kimi_graph.compile.ge_proto import ModelDef, get_attr, set_attr
+from kimi_graph.compile.manifest import check_claims, is_weight
+from kimi_graph.compile.prototypes import Prototypes
+from kimi_graph.compile.targets import target
+from kimi_graph.compile.verify import (
+    EXACT_TOLERANCE,
+    ModelSide,
+    Step,
+    generated_inputs,
+    graph_weights,
+    largest,
+    script,
+)
+from kimi_graph.errors import KimiGraphError
+from kimi_graph.read_config import load_config
+from tests.compile.mutate import Parts, mutants
+
+EACH, SEED = 24, 0  # changes of each kind, 410 in all
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A step of the script, the model's states before and after it, and its logits."""
+
+    step: Step
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    logits: Tensor
+
+
+class Proof:
+    """The model's side of a verification, computed once, and a bundle's parts to hold against it."""
+
+    def __init__(self, folder, checkpoint, host) -> None:
+        self.bundle = open_bundle(folder)
+        self.config = load_config(checkpoint)
+        params = load_params(Checkpoint.open(checkpoint), self.config, dtype=torch.float64)
+        self.params = dict(tree.items(params))
+        graphs = self.bundle.manifest["graphs"]
+        self.phases = {g["name"]: g["phase"] for g in graphs}
+        models = {g["name"]: air.from_bytes(self.bundle.graph_bytes(g), g["file"]) for g in graphs}
+        self.parts = Parts(models, self.bundle.weights, self.bundle.manifest)
+        self.moments = list(self._moments(params))
+        self.target, self.prototypes = target("a3"), Prototypes("a3", host.root)
+        self.states = {name: moment.shape for name, moment in self.moments[0].before.items()}
+
+    def _moments(self, params) -> Iterator[Moment]:
+        model = ModelSide(self.config, self.bundle.manifest["state"], params)
+        for step in script(self.bundle, self.config, steps=2, seed=0):
+            before = _copy(model.named_states())
+            logits = model.step(step)
+            yield Moment(step, before, _copy(model.named_states()), logits)
+
+    def noticed(self, parts: Parts) -> str:
+        """Who notices that `parts` is not the bundle; empty where nobody does."""
+        try:
+            check_claims(Bundle(self.bundle.folder, parts.manifest, parts.plan), self.config, parts.models)
+        except KimiGraphError:
+            return "claims"
+        changed = [n for n, m in parts.models.items() if m != self.parts.models[n] or parts.plan != self.parts.plan]
+        for name in changed:
+            try:
+                executor = Executor(parts.models[name])
+            except KimiGraphError:
+                return "executor"
+            try:
+                if self._differs(name, executor, parts):
+                    return "values"
+            except KimiGraphError:
+                return "executor"
+        return "checks" if any(self._refused(name, parts.models[name]) for name in changed) else ""
+
+    def _differs(self, name: str, executor: Executor, parts: Parts) -> bool:
+        """Whether logits or a state are not the model's, after any step. Each step starts from the model's states."""
+        plan = parts.plan
+        weights = graph_weights(plan, parts.models[name], self.params) | generated_inputs(plan)
+        shapes = {s["name"]: s["graph_shape"] for s in parts.manifest["state"]["states"]}
+        for moment in self.moments:
+            if moment.step.phase != self.phases[name]:
+                continue
+            given = weights | {f"batch.{n}": value for n, value in tree.items(moment.step.batch)}
+            given["tokens"] = moment.step.tokens
+            states = {s: moment.before[s].view(shapes[s]) for s in executor.states}
+            ran = executor.run({n: given[n] for n in executor.inputs}, states, "exact", selections=Selections())
+            used = moment.step.batch.counts > 0
+            pairs = [(ran.outputs[0][used], moment.logits[used])]
+            pairs += [(ran.states[s].view(v.shape)[1:], v[1:]) for s, v in moment.after.items()]
+            if not all(largest(mine, theirs) <= EXACT_TOLERANCE for mine, theirs in pairs):
+                return True
+        return False
+
+    def _refused(self, name: str, model: ModelDef) -> bool:
+        states = {op.name for op in self.parts.models[name].graph[0].op if op.type == "RefData"}
+        weights = {op.name for op in model.graph[0].op if is_weight(op)}
+        try:
+            check_graph(model, self.target, self.prototypes, weights=weights, states=states)
+        except KimiGraphError:
+            return True
+        return False
+
+
+def _copy(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in states.items()}
+
+
+@pytest.fixture(scope="module")
+def proof(bundle, small, host) -> Proof:
+    return Proof(bundle, small, host)
+
+
+# ---- changes that mean the same --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Same:
+    """Changes that no run can tell from the original, and why.
+
+    `words` of a change (see `mutate`) hold all of `signs`; `example` makes one in a graph.
+    """
+
+    reason: str
+    signs: tuple[str, ...]
+    phase: str
+    example: Callable[[ModelDef], None]
+
+
+def _scaled(type_: str, attribute: str) -> Callable[[ModelDef], None]:
+    def change(model: ModelDef) -> None:
+        op = next(op for op in model.graph[0].op if op.type == type_)
+        set_attr(op, attribute, get_attr(op, attribute) * 1.01)
+
+    return change
+
+
+def _attribute(type_: str, attribute: str, old: object, new: object) -> Callable[[ModelDef], None]:
+    def change(model: ModelDef) -> None:
+        op = next(op for op in model.graph[0].op if op.type == type_)
+        assert get_attr(op, attribute) == old
+        set_attr(op, attribute, new)
+
+    return change
+
+
+SAME = (
+    Same(
+        "softplus leaves its formula for x itself at the threshold: at 20 the two differ by 2e-9, and nothing is so large",
+        ("SoftplusV2.threshold 20.0",),
+        "prefill",
+        _scaled("SoftplusV2", "threshold"),
+    ),
+    Same(
+        "the router's eps of 1e-20 stands beside a sum of sigmoids; it is there for a sum of zero",
+        ("MoeGatingTopK.eps 9.99",),
+        "decode",
+        _scaled("MoeGatingTopK", "eps"),
+    ),
+    Same(
+        "negative_index_support is about negative indices alone, and no token is one",
+        ("GatherV2.negative_index_support",),
+        "decode",
+        _attribute("GatherV2", "negative_index_support", False, True),
+    ),
+    Same(
+        "expert_capacity is read only where rows are dropped (drop_pad_mode 1)",
+        ("MoeInitRoutingV3.expert_capacity 0 -> -1",),
+        "decode",
+        _attribute("MoeInitRoutingV3", "expert_capacity", 0, -1),
+    ),
+)
+
+
+@pytest.mark.parametrize("same", SAME, ids=lambda s: s.signs[0])
+def test_a_change_that_means_the_same_is_not_noticed(proof, same):
+    """So that no explanation outlives its reason."""
+    changed = proof.parts.copy()
+    name = next(n for n, phase in proof.phases.items() if phase == same.phase)
+    same.example(changed.models[name])
+    assert air.to_bytes(changed.models[name]) != air.to_bytes(proof.parts.models[name])
+    assert proof.noticed(changed) == ""
+
+
+def test_the_bundle_itself_is_what_it_should_be(proof):
+    changed = proof.parts.copy()
+    changed.plan["of"] = "this test"  # so that it is run like a changed one
+    assert proof.noticed(changed) == ""
+
+
+# ---- changes that mean something -------------------------------------------------------------------------------------
+
+
+@pytest.mark.mutation
+def test_random_changes_are_noticed(proof):
+    """At least 200 changes, at least 99 % of them noticed, the rest explained."""
+    noticed: Counter[str] = Counter()
+    survived, unexplained = [], []
+    for kind, words, parts in mutants(proof.parts, SEED, EACH):
+        who = proof.noticed(parts)
+        noticed[who] += 1
+        if not who:
+            survived.append(words)
+            if not any(all(sign in words for sign in same.signs) for same in SAME):
+                unexplained.append(f"{kind}: {words}")
+    total = sum(noticed.values())
+    print(f"{total} changes: {dict(noticed)}; not noticed: {survived}")
+    assert not unexplained, "\n".join(unexplained)
+    assert total >= 200
+    assert len(survived) <= total / 100
