@@ -215,6 +215,16 @@ def _show(result: Result, *, as_json: bool, started: float, where: Path | None =
     _close(result.summary, started, where)
 
 
+def _load_config(model: str) -> Any:
+    """The model's config; what it assumes because no released file says so goes to standard error."""
+    from kimi_graph.read_config import load_config
+
+    config = load_config(model)
+    for words in config.assumptions:
+        print(f"assumed: {words}", file=sys.stderr)
+    return config
+
+
 def _close(what: str, started: float, where: Path | None = None) -> None:
     """The line a command ends with: what was made, where, how long it took."""
     place = f" -> {where}" if where else ""
@@ -317,10 +327,9 @@ def compile(  # noqa: A001 (the command's name)
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
-        from kimi_graph.read_config import load_config
 
         made = compile_model(
-            load_config(model),
+            _load_config(model),
             target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
@@ -369,6 +378,9 @@ def fixture(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same weights.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a fixture that is there.")] = False,
+    quantised: Annotated[
+        bool, typer.Option("--quantised", help="Quantise what is released quantised. Default: all weights are plain.")
+    ] = False,
 ) -> None:
     """Make a small checkpoint of a model's kind. It has the released tensor names, dtypes and head sizes, few layers
     and random weights: real input for every other command.
@@ -378,9 +390,8 @@ def fixture(
     """
     started = time.perf_counter()
     from kimi_graph.fixture import make_fixture
-    from kimi_graph.read_config import load_config
 
-    made = make_fixture(load_config(model), out, layers=layers, seed=seed, overwrite=overwrite)
+    made = make_fixture(_load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised)
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
     _close(f"fixture of {model}: {shape}", started, out)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import tree
-from .checkpoint import write_shards
+from .checkpoint import pieces_of, released_formats, write_shards
 from .config import KdaConfig, MlaConfig, ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
@@ -41,7 +40,12 @@ class Fixture:
 
 
 def make_fixture(
-    config: ModelConfig, out: str | Path, layers: int | None = None, seed: int = 0, overwrite: bool = False
+    config: ModelConfig,
+    out: str | Path,
+    layers: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    quantised: bool = False,
 ) -> Fixture:
     """Write a small checkpoint of the same kind as `config`: weights, index, config.json, tokenizer with chat template.
 
@@ -49,17 +53,22 @@ def make_fixture(
         layers: 2 or more, up to the model's own number; by default as many as it takes to show every kind.
         seed: of the weights; the same seed gives the same bytes.
         overwrite: replace `out` if it is a fixture (and nothing else) already.
+        quantised: weights that are released quantised are so here; else all are plain.
 
     Raises:
-        ConfigError: too few or too many layers. CheckpointError: `out` is something else's, or exists.
+        ConfigError: too few or too many layers; `quantised` of a model that is not. CheckpointError: `out` is something
+            else's, or exists.
     """
     out = Path(out)
-    small = parse_config(small_config(config, layers), origin=f"fixture of {config.name}", name=out.absolute().name)
+    source = small_config(config, layers, quantised)
+    small = parse_config(source, origin=f"fixture of {config.name}", name=out.absolute().name)
     _check_place(out, overwrite)
     specs, params = model_specs(small), init_params(small, seed, small.dtype)
-    total = sum(x.numel() * x.itemsize for x in tree.leaves(params))
+    packed = released_formats(small, specs)
+    tensors = pieces_of(specs, small.dtype, packed)
+    total = sum(piece.bytes for piece in tensors)
     with new_folder(out) as work:
-        names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS))
+        names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS), packed)
         tokenizer, tokenizer_config = chat_tokenizer(small)
         texts = {
             "config.json": small.source,
@@ -77,7 +86,7 @@ def make_fixture(
         for name, data in texts.items():
             (work / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         size = sum(p.stat().st_size for p in work.iterdir())
-    return Fixture(folder=out, config=small, tensors=sum(len(s.source) for s in tree.leaves(specs)), bytes=size)
+    return Fixture(folder=out, config=small, tensors=len(tensors), bytes=size)
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
@@ -93,15 +102,21 @@ def _check_place(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: is a fixture already; replace it with --overwrite, or choose another folder.")
 
 
-def small_config(config: ModelConfig, layers: int | None = None) -> dict[str, Any]:
+def small_config(config: ModelConfig, layers: int | None = None, quantised: bool = False) -> dict[str, Any]:
     """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens."""
+    if quantised and config.quant is None:
+        raise ConfigError(f"fixture of {config.name}: its weights are not quantised; leave that out.")
     most = len(config.layers)
     count = min(_enough_layers(config), most) if layers is None else layers
     if not 2 <= count <= most:
         raise ConfigError(
             f"fixture of {config.name}: layers: found {count}, expected 2 (one of each mixer) to {most} (the model's)."
         )
-    return SMALL[config.model_type](config.source, count)
+    small = SMALL[config.model_type](config.source, count)
+    if not quantised:
+        for section in (small, small.get("text_config", {})):
+            section.pop("quantization_config", None)
+    return small
 
 
 def _enough_layers(config: ModelConfig) -> int:
@@ -141,9 +156,7 @@ def _text(source: dict[str, Any], layers: int, experts: str, top_k: str) -> dict
         changed["q_lora_rank"] = min(source["q_lora_rank"], QUERY_LATENT)
     if source.get("num_nextn_predict_layers"):
         changed["num_nextn_predict_layers"] = 0  # no draft layers are written
-    # auto_map names Python files that are not here; weights are not quantised.
-    kept = {k: v for k, v in source.items() if k not in ("auto_map", "quantization_config")}
-    return kept | changed
+    return {k: v for k, v in source.items() if k != "auto_map"} | changed  # it names Python files that are not here
 
 
 def _width(source: dict[str, Any], key: str, hidden: str = "hidden_size", most: int = HIDDEN, step: int = 64) -> int:

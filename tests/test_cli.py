@@ -24,6 +24,7 @@ class Found:
 
     passed = True
     config = types.SimpleNamespace(layers=[None] * 5)
+    assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
     summary = "2 graphs, 12 nodes"
 
@@ -139,11 +140,19 @@ def test_a_command_ends_with_what_was_made_where_and_how_long(run):
     assert result.exit_code == 0
     assert re.fullmatch(r"2 graphs, 12 nodes -> b in \d+\.\d s", result.stdout.splitlines()[-1])
     _, options = called["compile_model"]
-    assert (options["target"].name, options["phases"], options["out"]) == ("a3", ("prefill", "decode"), Path("b"))
+    assert (options["target"].name, options["phases"], options["out"]) == ("a3", None, Path("b"))
+
+
+def test_what_a_config_assumes_is_said_on_standard_error(run):
+    for arguments in (["fixture", "m", "-o", "b"], ["compile", "m", "--target", "a3", "-o", "b"]):
+        result, _ = run(arguments)
+        assert "assumed: the moon is round\n" in result.stderr
+        assert "assumed" not in result.stdout
 
 
 def test_a_fixture_ends_with_its_size(run):
-    result, _ = run(["fixture", "kimi-linear-48b", "-o", "b"])
+    result, called = run(["fixture", "kimi-linear-48b", "-o", "b"])
+    assert called["make_fixture"][1]["quantised"] is False
     assert re.fullmatch(r"fixture of kimi-linear-48b: 5 layers, 7 tensors, 1\.5 MB -> b in \d+\.\d s\n", result.stdout)
 
 

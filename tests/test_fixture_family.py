@@ -9,6 +9,7 @@ import kimi_graph as kg
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import DenseConfig, KdaConfig, MlaConfig, MoeConfig
+from kimi_graph.errors import ConfigError
 from kimi_graph.fixture import make_fixture, small_config
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import vision_specs
@@ -218,6 +219,34 @@ def test_a_fixture_runs_in_both_phases(made):
     whole, _ = kg.prefill(config, params, tokens, kg.init_state(config, 1, 128))
     assert 0.3 < float(logits.std()) < 3
     assert float((logits - whole[:, -1]).abs().max()) < 1e-3  # of about 4: float32 sums in another order
+
+
+@pytest.mark.parametrize(
+    "name, dtypes",
+    [
+        ("kimi-k3", {"weight_packed": torch.uint8, "weight_scale": torch.uint8}),
+        ("kimi-k2.5", {"weight_packed": torch.int32, "weight_scale": torch.bfloat16, "weight_shape": torch.int64}),
+        ("deepseek-v3.2", {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}),
+    ],
+)
+def test_weights_are_quantised_as_released_if_that_is_asked_for(name, dtypes, tmp_path):
+    made = make_fixture(CONFIG[name], tmp_path / "x", layers=2, quantised=True)
+    assert made.config.quant == CONFIG[name].quant
+    tensors = Checkpoint.open(made.folder).tensors
+    assert len(tensors) == made.tensors
+    expert = [n for n in tensors if ".experts.3." in n]
+    assert len(expert) == 3 * len(dtypes)
+    assert all(tensors[n].dtype == dtypes[n.rsplit(".", 1)[1]] for n in expert)
+    plain, loaded = init_params(made.config, seed=0), kg.load_params(made.folder, made.config, dtype=torch.float32)
+    for (path, a), b in zip(tree.items(loaded), tree.leaves(plain), strict=True):
+        # E2M1 has nothing between 4 and 6: a five that is the largest of its group is off by a fifth.
+        assert float((a - b).abs().max()) <= 0.2 * float(b.abs().max()), path
+
+
+def test_a_model_that_is_not_quantised_has_no_quantised_fixture(tmp_path):
+    with pytest.raises(ConfigError, match="its weights are not quantised"):
+        make_fixture(CONFIG["glm-5"], tmp_path / "x", quantised=True)
+    assert not list(tmp_path.iterdir())
 
 
 # Readers that are not ours.
