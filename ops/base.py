@@ -47,11 +47,14 @@ def may_overwrite(state: torch.Tensor) -> bool:
     return _donating.get() and not state.requires_grad
 
 
+def transformed() -> bool:
+    """Whether a `torch.func` transform is at work: then no tensor's values may decide a shape."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def recorded(*values: torch.Tensor) -> bool:
     """Whether autograd or a `torch.func` transform follows these values: then nothing is written in place."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and any(v.requires_grad for v in values)
+    return transformed() or (torch.is_grad_enabled() and any(v.requires_grad for v in values))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import padded_heads, power_of_two
-from .base import at_least_f32, may_overwrite, operator
+from .base import at_least_f32, may_overwrite, operator, transformed
 
 INT64_MAX = 2**63 - 1  # of CANN's pre_tokens and next_tokens: no window
 INDEX_HEADS_950 = (8, 16, 24, 32, 64)
@@ -76,7 +76,7 @@ def select_keys(
                 aim, weigh = at_least_f32(q[row, some]), at_least_f32(weights[row, some])
                 best.append(_best(_scores(aim, weigh, pool, pages, length - count + some.stop), top_k))
             best.append(block_table.new_full((tokens - count, top_k), -1))
-    return torch.cat(best).unflatten(0, (-1, tokens)).int()
+    return torch.cat(best).unflatten(0, (len(lengths), tokens)).int()
 
 
 def _scores(q: Tensor, weights: Tensor, pool: Tensor, pages: list[int], seen: int) -> Tensor:
@@ -113,7 +113,7 @@ def _best(scores: Tensor, top_k: int) -> Tensor:
     """Places of the `top_k` largest of each row, largest first, equal ones in order; -1 for minus infinity."""
     scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))  # NaN must show
     rows, width = scores.shape
-    if width > top_k:  # a stable sort of all would take longer than everything else
+    if width > top_k and not transformed():  # a stable sort of all would take longer than everything else
         least = scores.topk(top_k, sorted=False).values.amin(1, keepdim=True)
         above, equal = scores > least, scores == least
         first = equal.cumsum(1, dtype=torch.int32) <= top_k - above.sum(1, keepdim=True)
@@ -121,7 +121,7 @@ def _best(scores: Tensor, top_k: int) -> Tensor:
     else:
         at = torch.arange(width, device=scores.device).expand(rows, width)
     found, order = torch.sort(scores.gather(1, at), dim=1, descending=True, stable=True)
-    at = at.gather(1, order).masked_fill(found == float("-inf"), -1)
+    at = at.gather(1, order).masked_fill(found == float("-inf"), -1)[:, :top_k]
     return F.pad(at, (0, top_k - at.shape[1]), value=-1)
 
 
@@ -202,7 +202,7 @@ def sparse_attention(
             o = torch.bmm(weights, latent).masked_fill(~real.any(1)[:, None, None], 0)
             outs.append(o.to(q_latent.dtype))
         outs.append(q_latent.new_zeros(tokens - count, *q_latent.shape[2:]))
-    return torch.cat(outs).unflatten(0, (-1, tokens))
+    return torch.cat(outs).unflatten(0, (len(lengths), tokens))
 
 
 def _rows(pool: Tensor, at: Tensor) -> Tensor:
@@ -216,8 +216,9 @@ def _cache_rows(selected: Tensor, table: Tensor, page: int, first: int) -> tuple
     """
     own = torch.arange(first, first + len(selected), device=selected.device)
     real = (selected >= 0) & (selected <= own[:, None])
-    used = real.any(0).nonzero()
-    real = real[:, : int(used[-1]) + 1 if len(used) else 1]
+    if not transformed():
+        used = real.any(0).nonzero()
+        real = real[:, : int(used[-1]) + 1 if len(used) else 1]
     chosen = torch.where(real, selected[:, : real.shape[1]].long(), 0)
     chosen = torch.where(real, chosen, chosen.gather(1, real.int().argmax(1, keepdim=True)))
     return table.long()[chosen // page] * page + chosen % page, real
