@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,10 +23,12 @@ from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef
+from .lower import Choice
 from .manifest import GENERATED, graph_entry, state_contract, weight_plan
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
 from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
+from .prototype_rows import ROWS
 from .prototypes import Prototypes
 from .recipe import Step
 from .stamp import Assembly, Piece, alias_states, make_piece
@@ -121,12 +123,14 @@ class Graph:
 
     Attributes:
         weights: parameter and recipe steps of each weight. origins: of each piece, for people and for `bisect`.
+        choices: operators that lowerings chose, by piece.
     """
 
     bucket: Bucket
     model: ModelDef
     weights: dict[str, tuple[str, tuple[Step, ...]]]
     origins: dict[str, Origins]
+    choices: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -190,7 +194,8 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     infer_shapes(made.model)
     origins: Origins = {"lines": made.sources, "values": made.edges}
-    return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    piece = make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    return replace(piece, choices=made.choices)
 
 
 def stamp_graph(
@@ -219,7 +224,9 @@ def stamp_graph(
         out = assembly.stamp(piece, place_of(use), bind)
         values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
     origins = {use.part: piece.origins for use, piece in placed}
-    return Graph(b, assembly.finish({name: values[name] for name in placed[-1][0].writes}, prototypes), weights, origins)
+    choices = {use.part: piece.choices for use, piece in placed if piece.choices}
+    model = assembly.finish({name: values[name] for name in placed[-1][0].writes}, prototypes)
+    return Graph(b, model, weights, origins, choices)
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------
@@ -249,6 +256,7 @@ class Compiled:
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence",
                 f"time      {steps}",
+                *(f"assumed   {line}" for line in m["assumptions"]),
             ]
         )
 
@@ -366,8 +374,23 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
             for g in graphs
             for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]
         ],
-        "unproved": UNPROVED,
+        "choices": [
+            {"graph": g.bucket.name, "part": part, **asdict(choice)}
+            for g in graphs
+            for part, choices in g.choices.items()
+            for choice in choices
+        ],
+        "assumptions": list(c.assumptions),
+        "unproved": unproved(graphs),
     }
+
+
+def unproved(graphs: list[Graph]) -> list[str]:
+    """What no CPU can show of these graphs, in words."""
+    types = {op.type for g in graphs for op in g.model.graph[0].op}
+    own = sorted(name for name in types if name in ROWS and ROWS[name].provider == "own")
+    ours = [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
+    return [*UNPROVED, *ours]
 
 
 def _target_entry(t: Target) -> dict[str, Any]:
@@ -377,5 +400,4 @@ def _target_entry(t: Target) -> dict[str, Any]:
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
-    "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; their device kernels are not part of a bundle.",
 ]

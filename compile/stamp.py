@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .ge_proto import ModelDef, OpDef, set_attr, split_edge
+from .lower import Choice
 from .origins import Origins
 from .prototypes import Prototypes
 from .recipe import Step
@@ -24,6 +25,7 @@ class Piece:
         inputs: dotted name of each Data and RefData node. outputs: edge of each output that is not a state.
         weights: for each `p.` input, the parameter it is made of and the recipe steps.
         origins: source line of each node, traced value of each edge.
+        choices: which operators lowerings chose, and why.
     """
 
     ops: tuple[OpDef, ...]
@@ -31,6 +33,7 @@ class Piece:
     outputs: Mapping[str, str]
     weights: Mapping[str, tuple[str, tuple[Step, ...]]]
     origins: Origins
+    choices: tuple[Choice, ...] = ()
 
 
 def alias_states(
