@@ -42,8 +42,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """
 
     def norm(x: Tensor) -> Tensor:
-        wide = [at_least_f32(v) for v in (x, weight, bias)]
-        return F.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+        x32, weight32, bias32 = map(at_least_f32, (x, weight, bias))
+        return F.layer_norm(x32, x.shape[-1:], weight32, bias32, eps).to(x.dtype)
 
     return by_rows(norm, x)
 

@@ -20,7 +20,12 @@ def situ(x: Tensor, beta: float, linear_beta: float) -> Tensor:
 
     Source: fact sheet of models, section 2.6.
     """
-    return by_rows(lambda x: _situ(*x.chunk(2, -1), beta, linear_beta), x)
+
+    def glu(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return _situ(gate, up, beta, linear_beta)
+
+    return by_rows(glu, x)
 
 
 @situ.fake

@@ -116,7 +116,8 @@ def mla(
     rope_BTR = rotate(c, low_BTL[..., c.latent :], batch)
     latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
     index = state.index
-    if p.indexer is not None and c.indexer is not None:
+    if p.indexer is not None:
+        assert c.indexer is not None and index is not None, "an indexer without its configuration or its cache"
         index = ops.index_write(index_key(p.indexer, c.indexer, x_BTD, batch), index, batch.slot_mapping)
 
     if c.indexer is None or batch.block_table.shape[1] * latent.shape[1] <= c.indexer.top_k:
@@ -124,6 +125,7 @@ def mla(
         o_BTHV = dense(p, c, q_BTHN, q_BTHR, latent, rope, batch, step=step)
     else:
         if p.indexer is not None:
+            assert index is not None
             selected = select(p.indexer, c.indexer, x_BTD, query_BTX, index, batch)
         assert selected is not None, "a layer that shares a selection was given none"
         selected = tap("selected", selected)
