@@ -1,6 +1,6 @@
 """Read a released `config.json`: every key is known, every value is meant, nothing is guessed.
 
-A family of models is a table of keys (`families.py`), each with a reader and, where the released code has one, a
+A family of models is a table of keys (`families/`), each with a reader and, where the released code has one, a
 default. A key that is in no table is refused, since the one thing worse than an error is a setting that was silently
 ignored; keys without influence on the result are listed as `inert`. All faults of a file are reported at once.
 """
