@@ -64,7 +64,14 @@ def alias_states(
     del results.input[:], results.input_desc[:]
     results.input.extend(keep.values())
     results.input_desc.extend(descs)
+    results.input.extend(_unread_writers(ops, keep.values(), prototypes))
     return keep
+
+
+def _unread_writers(ops: Mapping[str, OpDef], outputs: Iterable[str], prototypes: Prototypes) -> list[str]:
+    """Control edges to operators that write a state which no output needs: GE drops what NetOutput does not wait for."""
+    alive = _alive(ops, [split_edge(edge)[0] for edge in outputs])
+    return [f"{name}:-1" for name, op in ops.items() if name not in alive and _in_place(op, prototypes)]
 
 
 def make_piece(
@@ -206,5 +213,6 @@ class Assembly:
             desc = net.input_desc.add()
             desc.CopyFrom(producers[node].output_desc[output])
             desc.name = f"input{index}"
+        net.input.extend(_unread_writers(producers, outputs.values(), prototypes))
         graph.output.extend(outputs.values())
         return model

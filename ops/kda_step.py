@@ -44,6 +44,8 @@ def _(ge, q, k, v, decay, beta, memory, slots, scale):
     rows, _, heads, key = ge.shape(q)
     value = ge.shape(v)[-1]
     half = ge.dtype(v)
+    reason = "on every chip; decay, L2 norm and beta are computed before it"
+    ge.chose("recurrent KDA", "RecurrentGatedDeltaRule", reason)
     o, memory = ge.RecurrentGatedDeltaRule(
         ge.reshape(q, [rows, heads, key]),
         ge.reshape(k, [rows, heads, key]),

@@ -54,6 +54,8 @@ def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
     # group's two best
     if kept_groups == groups:
         groups = kept_groups = 1
+    reason = "sigmoid, choice by the biased score and normalisation" + (", best groups first" if groups > 1 else "")
+    ge.chose("routing", "MoeGatingTopK", reason)
     weights, chosen, _ = ge.MoeGatingTopK(
         scores, bias, None, None, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
         renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
@@ -114,6 +116,8 @@ def _(x, chosen, experts):
 @moe_dispatch.lowering
 def _(ge, x, chosen, experts):
     rows, top_k = ge.shape(chosen)
+    reason = "sorts rows by expert and counts them; MoeTokenPermute has no kernel for 950"
+    ge.chose("rows to experts", "MoeInitRoutingV3", reason)
     sorted_rows, place, counts, _ = ge.MoeInitRoutingV3(
         x, chosen, None, None, active_num=rows * top_k, expert_capacity=0, expert_num=experts, drop_pad_mode=0,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
@@ -167,6 +171,7 @@ def _(x, weight, group_sizes):
 @grouped_matmul.lowering
 def _(ge, x, weight, group_sizes):
     # one row tensor, one stacked weight, cut along rows (group_type 0) by counts (group_list_type 1)
+    ge.chose("products of experts", "GroupedMatmul", "one stacked weight; a list of weights ends at 128 experts")
     (y,) = ge.GroupedMatmul(
         [x], [weight], [], [], [], [], [], group_sizes, None, split_item=2, dtype=0, transpose_weight=True,
         transpose_x=False, group_type=0, group_list_type=1, act_type=0,
@@ -200,6 +205,7 @@ def _(y, place, weights):
 @moe_combine.lowering
 def _(ge, y, place, weights):
     # drop_pad_mode 2: copy k of row n is at n * K + k
+    ge.chose("rows from experts", "MoeFinalizeRoutingV2", "weighs and sums in float32, takes float32 weights")
     return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, drop_pad_mode=2)
 
 
@@ -221,4 +227,5 @@ def _(x):
 
 @swiglu.lowering
 def _(ge, x):
+    ge.chose("SwiGLU of two halves", "SwiGlu", "on every chip")
     return ge.SwiGlu(x, dim=-1)

@@ -80,6 +80,7 @@ def _(x, gate, weight, eps):
 
 @gated_rms_norm.lowering
 def _(ge, x, gate, weight, eps):
+    ge.chose("gated norm", "GatedRmsNorm", "own type: CANN has no norm that multiplies by a sigmoid")
     return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
 
 
