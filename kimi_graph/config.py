@@ -331,5 +331,11 @@ def check_length(config: ModelConfig, length: int, page: int) -> Capacity:
         )
     pages = -(-length // page)
     mixers = [layer.mixer for layer in config.layers]
-    row = sum(m.latent + m.key_rope for m in mixers if isinstance(m, MlaConfig)) * config.dtype.itemsize
+    row = sum(_cached(m) for m in mixers if isinstance(m, MlaConfig)) * config.dtype.itemsize
     return Capacity(tokens=pages * page, pages=pages, bytes=pages * page * row)
+
+
+def _cached(c: MlaConfig) -> int:
+    """Numbers a layer keeps of a token; one that reuses another's selection keeps no index key."""
+    index = 0 if c.indexer is None or c.indexer.shared else c.indexer.key
+    return c.latent + c.key_rope + index

@@ -8,6 +8,8 @@ import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kimi_graph.config import (
     DEEPSEEK_NAMES,
@@ -21,6 +23,7 @@ from kimi_graph.config import (
     SituConfig,
     VisionConfig,
     YarnConfig,
+    check_length,
     is_draft,
 )
 from kimi_graph.errors import ConfigError
@@ -582,6 +585,52 @@ def test_the_kinds_of_the_file_name_its_family(name):
     data = RELEASED[name]
     assert data["architectures"][0] in FAMILIES[data["model_type"]].architectures
     assert CONFIG[name].model_type == data["model_type"]
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def paths(data, before=()):
+    for key, value in data.items():
+        yield (*before, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*before, key))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_any_value_is_read_or_refused_in_words(name, data):
+    file = copy.deepcopy(RELEASED[name])
+    path = data.draw(st.sampled_from(sorted(paths(file))))
+    home = file
+    for key in path[:-1]:
+        home = home[key]
+    small = st.integers(-2, 200) | st.sampled_from([True, None, 0.5, "default", "full", [1], [], {}])
+    home[path[-1]] = data.draw(small | JUNK)
+    try:
+        assert len(parse_config(file, origin="config.json", name="x").fingerprint) == 64
+    except ConfigError:
+        with pytest.raises(ConfigError, match=r"config\.json: "):
+            parse_config(file, origin="config.json", name="x")
+
+
+@pytest.mark.parametrize(
+    "name, row",
+    [
+        ("kimi-k3", 24 * 576),
+        ("kimi-k3.1-pro", 24 * (576 + 128)),
+        ("kimi-k2.5", 61 * 576),
+        ("deepseek-v3.2", 61 * (576 + 128)),
+        ("glm-5.2", 78 * 576 + 21 * 128),  # layers that share a selection keep no index keys
+    ],
+)
+def test_a_token_takes_its_latents_and_index_keys(name, row):
+    assert check_length(CONFIG[name], 1000, 128).bytes == 1024 * row * 2
 
 
 def test_no_two_models_have_one_fingerprint():
