@@ -33,7 +33,7 @@ class Tally:
         tensors: number of the checkpoint's. bytes: of those; computed from the model where only names are known.
     """
 
-    schemes: Counter[str]
+    schemes: Mapping[str, int]
     tensors: int
     bytes: int
 
@@ -127,33 +127,40 @@ class _Findings:
         self.missing: list[str] = []
         self.shapes: list[str] = []
         self.dtypes: list[str] = []
-        self.right: set[Any] = set()  # tensors of a kind that was found right: experts are all alike
+        self.right: dict[Any, int] = {}  # bytes of a tensor of a kind that was found right: experts are all alike
         self.otherwise: Counter[tuple[str, str | None, str]] = Counter()  # kind of module, said, found
 
     def parameter(self, spec: ParamSpec, names: Names) -> Tally:
-        schemes: Counter[str] = Counter()
+        schemes: dict[str, int] = {}
         tensors = size = 0
         said = None if self.config is None else said_format(self.config, spec.source[0], spec.stored)
+        lookup, find, right = self.tensors.get, names.find, self.right
+        used: list[str] = []
         for name in spec.source:
-            assert name not in self.wanted, f"two parameters read {name}"
-            self.wanted.add(name)
-            place = names.find(name)
+            place = find(name)
             if place is None:
                 self.missing.append(name)
                 continue
-            stored = [self.tensors.get(n) for n in place.names]
-            self.used.update(place.names, place.extras)
-            kind = (place.format, spec.stored, spec.dtype, *[s and s[1:3] for s in stored])
-            if kind not in self.right:
+            form, held, extras = place
+            stored = [lookup(n) for n in held]
+            used += held
+            used += extras
+            others = [lookup(n) for n in extras] if extras else ()
+            kind = (form, spec.stored, spec.dtype, *[s and s[1:3] for s in (*stored, *others)])
+            if kind not in right:
                 self._compare(kind, spec, name, place, stored)
-            scheme = place.format or ("?" if stored[0] is None else CODES[stored[0].dtype])
-            schemes[scheme] += 1
+            scheme = form or ("?" if stored[0] is None else CODES[stored[0].dtype])
+            schemes[scheme] = schemes.get(scheme, 0) + 1
             if self.described is not None:
                 said = _described_format(self.described, place)
-            if said != place.format and self.config is not None:
+            if said != form and self.config is not None:
                 self.otherwise[re.sub(r"\d+", "*", name.removesuffix(".weight")), said, scheme] += 1
-            tensors += len(place.names) + len(place.extras)
-            size += self._bytes(spec, place, stored)
+            tensors += len(held) + len(extras)
+            size += right[kind] if kind in right else self._bytes(spec, place, stored)
+        for name in self.wanted.intersection(spec.source):
+            raise AssertionError(f"two parameters read {name}")
+        self.wanted.update(spec.source)
+        self.used.update(used)
         return Tally(schemes, tensors, size)
 
     def _compare(self, kind: Any, spec: ParamSpec, name: str, place: Place, stored: list[Stored | None]) -> None:
@@ -174,7 +181,7 @@ class _Findings:
                 self.dtypes.append(f"{n}: found {CODES[s.dtype]}, expected {_either([CODES[d] for d in dtypes])}")
         fixed = place.format is not None or not name.endswith(EITHER)  # else legal dtypes depend on the name
         if fixed and not absent and len(self.shapes) + len(self.dtypes) == before:
-            self.right.add(kind)
+            self.right[kind] = self._bytes(spec, place, stored)
 
     def _bytes(self, spec: ParamSpec, place: Place, stored: list[Stored | None]) -> int:
         if stored[0] is not None:

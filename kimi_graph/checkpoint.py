@@ -5,8 +5,8 @@ weights (`formats.py`) become plain tensors as they are read, one at a time.
 """
 
 import contextlib
-import functools
 import dataclasses
+import functools
 import json
 import logging
 import math

@@ -31,6 +31,7 @@ CANN_VERSIONS = "8.5, 9.1, 9.2"
 PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
+WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
@@ -39,6 +40,7 @@ A deployment, in order:
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
   kimi-graph inspect build/kl48b                                  what is in it
   kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
+  kimi-graph check build/tiny                                     does it hold the model, and how
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
 
@@ -126,9 +128,9 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(1) from None
 
 
-def _one_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in legal:
+def _one_of(legal: tuple[str, ...], what: str) -> Callable[[Any], Any]:
+    def read(text: str | None) -> str | None:
+        if text is not None and text not in legal:
             raise typer.BadParameter(f"unknown {what} {text!r}; one of {', '.join(legal)}.")
         return text
 
@@ -394,6 +396,45 @@ def fixture(
     made = make_fixture(_load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised)
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
     _close(f"fixture of {model}: {shape}", started, out)
+
+
+@command
+def check(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_OR_INDEX", help="A checkpoint's folder, or its index alone.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A preset or a config.json. Default: the config.json beside the weights."),
+    ] = None,
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a checkpoint holds a model. From the index and the headers of its files, or from the index alone:
+    what is missing, unexpected or different, and how each part is stored. Exit code 1 if it could not be loaded.
+
+    \b
+    kimi-graph check build/tiny
+    kimi-graph check model.safetensors.index.json --model kimi-k3
+    """
+    started = time.perf_counter()
+    from kimi_graph.check import check_checkpoint
+
+    report = check_checkpoint(checkpoint, model, weights_format)
+    if report.passed or as_json:
+        _show(report, as_json=as_json, started=started)
+    else:
+        print(report.text())
+        _fail(report.summary)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @command

@@ -10,7 +10,7 @@ names such as `X.weight_packed`. Leading dimensions (a stack of experts) are car
 | fp8 | weight E4M3 `[o, i]`, weight_scale_inv F32 per block of 128 x 128 | product; edge blocks are smaller |
 | w8 | weight I8 `[o, i]`, weight_scale and weight_offset per output or per group | `(weight - offset) * scale` |
 | w8-static | weight I8 `[o, i]`, deq_scale per output, input_scale | `weight * deq_scale / input_scale` |
-| w4 | weight I8 `[o / 2, i]`, weight_scale and weight_offset per output | row 2r in the low nibble, 2r + 1 in the high |
+| w4 | weight I8 `[o / 2, i]`, weight_scale and weight_offset per output | row 2r in low nibbles, 2r + 1 in high ones |
 | w4-mx | weight U8 `[o, i / 2]`, weight_scale U8 `[o, i / 32]` | as mxfp4 |
 | int8-g32 | weight I8 `[o, i]`, weight_scale BF16 `[o, i / 32]` | product; scales are powers of two |
 | int4-g32 | weight U8 `[o, i / 2]`, weight_scale BF16 `[o, i / 32]` | two's complement nibbles, low first; product |

@@ -66,11 +66,11 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     if single is not None:
         return read_header(inside(folder, single.name))
     assert index is not None
-    by_file = read_index(index)
-    paths = {inside(folder, file): names for file, names in sorted(by_file.items())}
-    tensors: dict[str, Stored] = {}
-    for path, names in paths.items():
-        tensors |= read_listed(path, names)
+    with without_gc():
+        paths = {inside(folder, file): names for file, names in sorted(read_index(index).items())}
+        tensors: dict[str, Stored] = {}
+        for path, names in paths.items():
+            tensors |= read_listed(path, names)
     return tensors
 
 
@@ -120,8 +120,7 @@ def inside(folder: Path, name: str) -> Path:
 
 def read_index(index: Path) -> dict[str, set[str]]:
     """Names of tensors by the file that an index puts them into."""
-    with without_gc():
-        weight_map = read_json(index, MAX_INDEX, CheckpointError).get("weight_map")
+    weight_map = read_json(index, MAX_INDEX, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and file names.")
     by_file: dict[str, set[str]] = {}
@@ -148,11 +147,23 @@ def read_header(path: Path) -> dict[str, Stored]:
                 "cut short, or not a safetensors file."
             )
         text = f.read(length)
-    with without_gc():
-        header = parse_json(text, f"{path} (header)", CheckpointError)
-        header.pop("__metadata__", None)
-        tensors = _entries(path, header, 8 + length)
-    at = 8 + length
+    header = parse_json(text, f"{path} (header)", CheckpointError)
+    header.pop("__metadata__", None)
+    tensors = _entries(path, header, 8 + length)
+    _check_gapless(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _check_gapless(path: Path, tensors: Mapping[str, Stored], start: int, size: int) -> None:
+    at = start
+    for t in tensors.values():
+        if t[3] != at:
+            break
+        at = t[4]
+    else:
+        if at == size:
+            return
+    at = start  # out of order, which is allowed, or wrong
     for name, t in sorted(tensors.items(), key=lambda item: item[1][3:]):
         if t.end > size:
             raise CheckpointError(f"{path}: {name}: ends at byte {t.end:,} of {size:,}: the file is cut short.")
@@ -162,7 +173,6 @@ def read_header(path: Path) -> dict[str, Stored]:
         at = t.end
     if at != size:
         raise CheckpointError(f"{path}: {size - at:,} bytes after the last tensor belong to none.")
-    return tensors
 
 
 def _entries(path: Path, header: Mapping[str, Any], base: int) -> dict[str, Stored]:
@@ -179,7 +189,7 @@ def _entries(path: Path, header: Mapping[str, Any], base: int) -> dict[str, Stor
             known = False
         if not known:
             dtype, shape, begin, end = _checked(path, name, entry)
-            kinds[entry["dtype"], *shape] = (dtype, shape, end - begin)
+            kinds[(entry["dtype"], *shape)] = (dtype, shape, end - begin)
         tensors[name] = Stored(path, dtype, shape, base + begin, base + end)  # type: ignore[possibly-undefined]
     return tensors
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from .formats import FORMATS
 
+SUFFIXES = {name: (tuple(part.name for part in f.parts), f.extras) for name, f in FORMATS.items()}
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
 RENAMED = (  # pattern and replacement, of names without prefix
     (re.compile(r"^mm_projector\.proj\.0\."), "mm_projector.linear_1."),
@@ -67,9 +68,9 @@ class Names:
             return None
         if form is None:
             return Place(None, (name,))
-        found = FORMATS[form]
-        extras = tuple(x for x in (stem + extra for extra in found.extras) if x in names) if found.extras else ()
-        return Place(form, tuple([stem + part.name for part in found.parts]), extras)
+        parts, extras = SUFFIXES[form]
+        held = tuple([stem + extra for extra in extras if stem + extra in names]) if extras else ()
+        return Place(form, tuple([stem + part for part in parts]), held)
 
 
 def _beside_weight(stem: str, names: Collection[str]) -> str | None:

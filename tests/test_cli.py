@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["compile", "inspect", "fixture", "verify"]
+COMMANDS = ["compile", "inspect", "fixture", "check", "verify"]
 
 
 class Found:
@@ -50,6 +50,7 @@ def run(monkeypatch):
             return call
 
         for module, names in {
+            "kimi_graph.check": ["check_checkpoint"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.torchair_host": ["default_cache"],
@@ -93,7 +94,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["compile", "inspect", "fixture", "compile", "verify"]
+    assert shown == ["compile", "inspect", "fixture", "check", "compile", "verify"]
 
 
 def test_the_version_is_the_packages():

@@ -60,6 +60,14 @@ def parameter_counts(c: ModelConfig) -> Counts:
     )
 
 
+def part_of(path: str) -> str:
+    """Kind of a parameter as in `Counts.parts`, or "vision" or "projector"."""
+    words = path.split(".")
+    if words[0] == "vision":
+        return "projector" if words[1] == "projector" else "vision"
+    return _part(words)
+
+
 def _part(words: list[str]) -> str:
     """Kind of a parameter, by its path in the tree of specs."""
     if words[0] in ("embed", "head"):
