@@ -40,8 +40,8 @@ def _(ge, x, beta, linear_beta):
     width = ge.shape(x)[-1] // 2
     dim = ge.const(len(ge.shape(x)) - 1, torch.int64)
     parts = ge.SplitV(x, ge.const([width, width], torch.int64), dim, num_split=2)
-    half = (*ge.shape(x)[:-1], width)
-    return _composed(ge, *(ge.mark(p, half, ge.dtype(x)) for p in parts), beta, linear_beta)
+    gate, up = (ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts)
+    return _composed(ge, gate, up, beta, linear_beta)
 
 
 def _fused(ge, x, beta, linear_beta):

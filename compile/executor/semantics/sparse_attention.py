@@ -109,9 +109,9 @@ def sparse_flash_attention(
     queries = _lengths(op, "actual_seq_lengths_query", actual_seq_lengths_query, rows, tokens)
     keys = _lengths(op, "actual_seq_lengths_kv", actual_seq_lengths_kv, rows, table.shape[1] * key.shape[1])
     out = torch.zeros_like(query)
-    statistics = [query.new_empty(0, dtype=torch.float64 if op.exact else torch.float32) for _ in range(2)]
+    peak, total = (query.new_empty(0, dtype=torch.float64 if op.exact else torch.float32) for _ in range(2))
     if query.is_meta:
-        return out, *statistics
+        return out, peak, total
     op.require(torch.equal(key, value), "value differs from key, which kernels read in its place")
     for row in range(rows):
         latent, rope = (_row(op, pool, table[row], int(keys[row]))[:, 0] for pool in (key, key_rope))
@@ -123,7 +123,7 @@ def sparse_flash_attention(
                 scores = at_least_f32(query[row, t]) @ k.mT + at_least_f32(query_rope[row, t]) @ k_rope.mT
                 weights = (scores * scale).softmax(-1).to(query.dtype)
                 out[row, t] = (at_least_f32(weights) @ k).to(out.dtype)
-    return out, *statistics
+    return out, peak, total
 
 
 def _listed(op: Op, indices: Tensor) -> Tensor:
