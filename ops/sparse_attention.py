@@ -17,7 +17,7 @@ INDEX_HEADS_950 = (8, 16, 24, 32, 64)
 INDEX_HEADS = 64  # at most, on A2 and A3; the only number CANN 8.5 documents
 
 SCORE_BYTES = 4 << 20  # of what a block of queries holds at once: scores of all keys, selected rows
-PART_BYTES = 1 << 20  # of scores per index head
+PART_BYTES = 8 << 20  # of scores of single index heads; in smaller parts threads wait for each other more often
 
 
 @operator(sharding="b t k, p g k, b -> p g k", whole="tkpg")
@@ -82,8 +82,8 @@ def select_keys(
 def _scores(q: Tensor, weights: Tensor, pool: Tensor, pages: list[int], seen: int) -> Tensor:
     """Scores of n queries, the last of which sees `seen` tokens: `[n, I, K]`, `[n, I]` -> `[n, seen]`.
 
-    Without the factor K^-0.5, which changes no order. Some tokens at a time: the scores of single heads stay in cache.
-    Minus infinity where a query does not see a token.
+    Without the factor K^-0.5, which changes no order. Some tokens at a time, as each has a score of every head. Minus
+    infinity where a query does not see a token.
     """
     queries, heads, _ = q.shape
     scores, flat = q.new_empty(queries, seen), q.flatten(0, 1)
