@@ -356,18 +356,29 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="PHASE", help="List the nodes of this phase's graphs instead.")
     ] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Bytes read and written, against those of weights used and states."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
+    bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b
     kimi-graph inspect build/kl48b --graph decode
+    kimi-graph inspect build/kl48b --cost
     """
     started = time.perf_counter()
-    from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+    if cost:
+        from kimi_graph.compile.cost import inspect_cost
 
-    found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
+        found = inspect_cost(bundle, graph)
+    else:
+        from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+
+        found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
     _show(found, as_json=as_json, started=started)
 
 
@@ -425,9 +436,9 @@ def check(
     kimi-graph check model.safetensors.index.json --model kimi-k3
     """
     started = time.perf_counter()
-    from kimi_graph.check import check_checkpoint
+    from kimi_graph.check import check_checkpoint, folder_of
 
-    report = check_checkpoint(checkpoint, model, weights_format)
+    report = check_checkpoint(checkpoint, _config(model or str(folder_of(checkpoint))), weights_format)
     if report.passed or as_json:
         _show(report, as_json=as_json, started=started)
     else:

@@ -51,6 +51,7 @@ def run(monkeypatch):
 
         for module, names in {
             "kimi_graph.check": ["check_checkpoint"],
+            "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.torchair_host": ["default_cache"],
@@ -182,7 +183,9 @@ def test_a_folder_is_a_checkpoint_and_a_preset_is_not(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["inspect", "b"], ["inspect", "b", "--graph", "decode"], ["verify", "b"]], ids=str
+    "arguments",
+    [["inspect", "b"], ["inspect", "b", "--graph", "decode"], ["inspect", "b", "--cost"], ["verify", "b"]],
+    ids=str,
 )
 def test_json_mode_prints_json_and_nothing_else(run, arguments):
     result, _ = run([*arguments, "--json"])
