@@ -24,18 +24,22 @@ def main() -> None:
     """Write, audit, print; exit code 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="kimi-k3", help="a preset")
-    parser.add_argument("--files", type=int, default=96, help="number of safetensors files (K3: 96)")
+    parser.add_argument("--files", type=int, default=96, help="about how many safetensors files (K3 has 96)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tensors, size = write_release(Path(folder), args.model, args.files)
-        print(f"{args.model}: {tensors:,} tensors, {size:,} bytes in {args.files} files")
+        tensors, size, files = write_release(Path(folder), args.model, args.files)
+        print(f"{args.model}: {tensors:,} tensors, {size:,} bytes in {files} files")
         headers = audit("headers", folder, args.model)
         names = audit("index alone", str(next(Path(folder).glob("*.index.json"))), args.model)
     sys.exit(not (headers and names))
 
 
-def write_release(folder: Path, model: str, files: int) -> tuple[int, int]:
-    """A checkpoint as released, but for its data, which is a hole; returns the number of tensors and their bytes."""
+def write_release(folder: Path, model: str, files: int) -> tuple[int, int, int]:
+    """A checkpoint as released in about `files` files, but for its data, which is a hole.
+
+    Returns:
+        the number of tensors, their bytes, and the number of files.
+    """
     from kimi_graph.checkpoint import header_of, index_of, pieces_of, released_formats, split
     from kimi_graph.headers import INDEX
     from kimi_graph.models import model_specs
@@ -54,7 +58,7 @@ def write_release(folder: Path, model: str, files: int) -> tuple[int, int]:
             f.truncate(len(start) + sum(p.bytes for p in shard))
     (folder / INDEX).write_text(json.dumps(index_of(names, shards), indent=2))
     (folder / "config.json").write_text(json.dumps(config.source))
-    return len(pieces), total
+    return len(pieces), total, len(shards)
 
 
 def audit(what: str, source: str, model: str) -> bool:

@@ -85,13 +85,13 @@ class Choice:
     kernel: str
 
 
-def choices(config: ModelConfig, stored: Mapping[str, str], socs: Iterable[str] = SOCS) -> list[Choice]:
+def choices(config: ModelConfig, specs: Any, stored: Mapping[str, str], socs: Iterable[str] = SOCS) -> list[Choice]:
     """Every way to keep the experts of a model.
 
     Args:
-        stored: format of the parameters that the checkpoint has quantised, by path.
+        specs: of the model. stored: format of the parameters that the checkpoint has quantised, by path.
     """
-    specs = dict(tree.items(model_specs(config)))
+    specs = dict(tree.items(specs))
     experts = [path for path in specs if part_of(path) == "experts"]
     natives = {stored.get(path, "plain") for path in experts} or {"plain"}
     if len(natives) > 1:
@@ -127,9 +127,14 @@ def table(rows: Iterable[Choice]) -> list[str]:
     for row in rows:
         merged.setdefault((row.name, row.bytes, row.exact, row.taken, row.kernel), []).append(row.soc)
     return [
-        f"{name:<9} {size / 1e12:6.3f} TB  {', '.join(socs):<12} {'yes' if taken else 'NO ':<4} {kernel}; {exact}"
+        f"{name:<9}{_amount(size):>9}  {', '.join(socs):<12} {'yes' if taken else 'NO':<4} {exact}. {kernel}"
         for (name, size, exact, taken, kernel), socs in merged.items()
     ]
+
+
+def _amount(size: int) -> str:
+    unit, name = next(((u, n) for u, n in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "KB"))
+    return f"{size / unit:.2f} {name}"
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------

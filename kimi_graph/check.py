@@ -11,13 +11,14 @@ from .audit import Audit, audit_names
 from .checkpoint import Checkpoint, read_description
 from .compile import weight_formats
 from .compile.weight_formats import Choice, Loss
+from .config import ModelConfig
 from .errors import CheckpointError, KimiGraphError
 from .formats import FORMATS
 from .headers import MAX_INDEX, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
 from .models import model_specs
 from .models.counts import part_of
 from .naming import Names
-from .read_config import load_config, read_json
+from .read_config import read_json
 
 ORDER = (
     "embed", "kda", "mla", "indexer", "dense", "router", "latent", "experts", "shared experts", "residuals", "norms",
@@ -119,20 +120,18 @@ class Report:
         }
 
 
-def check_checkpoint(source: str | Path, model: str | None = None, weights_format: str | None = None) -> Report:
+def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: str | None = None) -> Report:
     """Audit a checkpoint.
 
     Args:
         source: its folder; or an index, of which only the names are looked at.
-        model: a preset, a config.json or a folder that has one; by default the config.json beside the weights.
         weights_format: say what this one costs, and measure what it loses where the weights are there; None: list all.
 
     Raises:
-        KimiGraphError: there is no checkpoint or no config, or one cannot be read.
+        KimiGraphError: there is no checkpoint, or it cannot be read.
     """
     source = Path(source)
-    folder = source if source.is_dir() else source.parent
-    config = load_config(model or folder)
+    folder = folder_of(source)
     with without_gc():
         tensors, files, faults, notes = _listed(source)
         specs = model_specs(config)
@@ -145,7 +144,7 @@ def check_checkpoint(source: str | Path, model: str | None = None, weights_forma
     rows, loss = (), None
     if found.ok:
         stored = _stored_formats(found)
-        rows = tuple(c for c in weight_formats.choices(config, stored) if c.name in names)
+        rows = tuple(c for c in weight_formats.choices(config, specs, stored) if c.name in names)
         if weights_format and files[0] and not faults:
             loss = weight_formats.measure_loss(config, Checkpoint.open(folder), weights_format)
     return Report(
@@ -160,6 +159,11 @@ def check_checkpoint(source: str | Path, model: str | None = None, weights_forma
         loss=loss,
         names=names,
     )
+
+
+def folder_of(source: Path) -> Path:
+    """Where the files lie that go with a checkpoint's folder or index."""
+    return source if source.is_dir() else source.parent
 
 
 def _listed(source: Path) -> tuple[dict[str, Stored | None], tuple[int, int], list[str], list[str]]:

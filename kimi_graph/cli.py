@@ -438,7 +438,7 @@ def check(
     started = time.perf_counter()
     from kimi_graph.check import check_checkpoint, folder_of
 
-    report = check_checkpoint(checkpoint, _config(model or str(folder_of(checkpoint))), weights_format)
+    report = check_checkpoint(checkpoint, _load_config(model or str(folder_of(checkpoint))), weights_format)
     if report.passed or as_json:
         _show(report, as_json=as_json, started=started)
     else:

@@ -50,7 +50,7 @@ def run(monkeypatch):
             return call
 
         for module, names in {
-            "kimi_graph.check": ["check_checkpoint"],
+            "kimi_graph.check": ["check_checkpoint", "folder_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
