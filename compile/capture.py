@@ -1,27 +1,30 @@
 """Capture: a layer function and a tree of meta tensors become an FX graph with named inputs and outputs.
 
 Operators stay single nodes, `torch.einsum` stays whole, and every node remembers the source line that made it.
+
+The recorder is our own: with static shapes and meta tensors there is nothing to do but to write down the calls that
+reach the dispatcher. `make_fx` writes down the same ones, but is made for symbolic shapes and takes four times as long.
 """
 
-import os
+import functools
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.fx.traceback as traceback
-import torch.utils._pytree as pytree
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_graph import tree
 from kimi_graph.ops import capturing
 from kimi_graph.ops.einsum import EINSUM
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_HERE = os.path.abspath(__file__)
+_ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -38,27 +41,6 @@ class Captured:
     outputs: tuple[str, ...]
 
 
-class _KeepWhole(TorchFunctionMode):
-    """`torch.einsum` becomes one node; every call is annotated with the line of layer code that made it."""
-
-    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with traceback.annotate({"source": _caller()}):
-            if f is torch.einsum:
-                return EINSUM(args[0], list(args[1:]))
-            return f(*args, **(kwargs or {}))
-
-
-def _caller() -> str:
-    """`layers/kda.py:112` of the innermost frame that belongs to this project."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_ROOT) and name != _HERE and not name.endswith(("ops/base.py", "ops/contract.py")):
-            return f"{os.path.relpath(name, _ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
 def capture(f: Callable[..., Any], args: dict[str, Any]) -> Captured:
     """Trace `f(**args)` on meta tensors.
 
@@ -69,23 +51,93 @@ def capture(f: Callable[..., Any], args: dict[str, Any]) -> Captured:
     leaves, spec = pytree.tree_flatten(args)
     flat = [_plain(x) for x in leaves]  # tracing tells inputs apart by identity: no two may be one object
     names = tuple(name for name, _ in tree.items(args))
-    outputs: list[str] = []
-
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        with _KeepWhole():
-            out = f(**pytree.tree_unflatten(list(values), spec))
-        outputs[:] = [name for name, _ in tree.items(out)]
-        return tree.leaves(out)
-
-    with capturing(), traceback.preserve_node_meta(), torch.no_grad():
-        module = make_fx(run)(*flat)
-    for node in module.graph.nodes:
-        node.meta["source"] = (node.meta.get("custom") or {}).get("source", "")
-        node.meta["val"] = pytree.tree_map_only(torch.Tensor, _plain, node.meta.get("val"))
-    module.graph.eliminate_dead_code()
-    return Captured(module, names, tuple(outputs))
+    recorder = _Recorder()
+    values = [recorder.input(x) for x in flat]
+    with capturing(), torch.no_grad(), recorder, _EinsumWhole():
+        out = f(**pytree.tree_unflatten(values, spec))
+    return Captured(recorder.finish(tree.leaves(out)), names, tuple(name for name, _ in tree.items(out)))
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
+class _EinsumWhole(TorchFunctionMode):
+    """`torch.einsum` becomes one node."""
+
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if f is torch.einsum:
+            return EINSUM(args[0], list(args[1:]))
+        return f(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Every call that reaches the dispatcher becomes a node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.constants = fx.Graph(), torch.nn.Module()
+        self.nodes: dict[int, fx.Node] = {}
+        self.kept: list[Tensor] = []  # what an id stands for must live as long as the id is used
+
+    def input(self, like: Tensor) -> Tensor:
+        """A new input of the graph; a tensor of its own, also where one tensor is given twice."""
+        value = _plain(like)
+        self._note(value, self.graph.placeholder(f"arg{len(self.kept)}_1"), "")
+        return value
+
+    def finish(self, outputs: list[Tensor]) -> fx.GraphModule:
+        """The graph, without calls that no output needs."""
+        self.graph.output(tuple(self._node(x) for x in outputs))
+        self.graph.eliminate_dead_code()
+        return fx.GraphModule(self.constants, self.graph)
+
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = f(*args, **(kwargs or {}))
+        given = fx.node.map_aggregate((args, kwargs or {}), lambda x: self._node(x) if isinstance(x, Tensor) else x)
+        self._note(made, self.graph.call_function(f, *given), _caller())
+        return made
+
+    def _note(self, made: Any, node: fx.Node, source: str) -> Any:
+        """Remember what a node gives; the parts of a tuple get nodes of their own. Returns its `val`."""
+        if isinstance(made, Tensor):
+            self.nodes[id(made)] = node
+            self.kept.append(made)
+            val: Any = _plain(made)
+        elif isinstance(made, (list, tuple)):
+            parts = (self.graph.call_function(operator.getitem, (node, i)) for i in range(len(made)))
+            val = [self._note(x, part, source) for x, part in zip(made, parts, strict=True)]
+        else:
+            val = made
+        node.meta = {"val": val, "source": source}
+        return val
+
+    def _node(self, x: Tensor) -> fx.Node:
+        """The node that made a tensor; a tensor from outside becomes a constant of the graph."""
+        if id(x) not in self.nodes:
+            name = f"constant_{len(self.kept)}"
+            self.constants.register_buffer(name, x)
+            self._note(x, self.graph.create_node("get_attr", name), "")
+        return self.nodes[id(x)]
+
+
+def _plain(x: Tensor) -> Tensor:
     """A meta tensor without strides of its own, as GE knows tensors."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _caller() -> str:
+    """`layers/kda.py:112`: the innermost line of layer code that is being run."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = _layer_file(frame.f_code.co_filename)
+        if path:
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _layer_file(name: str) -> str:
+    """Path inside the project of a file; empty for other files, for operators and for this one."""
+    path = Path(name)
+    if name == __file__ or not path.is_relative_to(_ROOT):
+        return ""
+    inside = path.relative_to(_ROOT)
+    return "" if inside.parts[0] == "ops" else inside.as_posix()

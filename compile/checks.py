@@ -401,6 +401,9 @@ def shapes_are_static(graph: View, claims: Claims) -> Iterator[Finding]:
                 yield Finding(node.name, "shape", found, "dims of at least 1")
 
 
+_ITEM_BYTES = {d.proto: d.shared.itemsize for d in Dtype if d.shared is not None}
+
+
 def constants_are_whole(graph: View, claims: Claims) -> Iterator[Finding]:
     """A constant holds as many bytes as its shape and dtype say, and is described as it is."""
     for node in graph.of_type("Const"):
@@ -411,10 +414,9 @@ def constants_are_whole(graph: View, claims: Claims) -> Iterator[Finding]:
         if desc is not None and (dtype, shape) != (desc.dtype, desc.shape):
             found = f"a constant of {_dtype(dtype)} {list(shape)} described as {_described(desc)}"
             yield Finding(node.name, "constant", found, "the same in both")
-        shared = next((d.shared for d in Dtype if d.proto == dtype), None)
-        if shared is not None and len(value.data) != prod(shape) * shared.itemsize:
+        if dtype in _ITEM_BYTES and len(value.data) != prod(shape) * _ITEM_BYTES[dtype]:
             found = f"{len(value.data):,} bytes for {_dtype(dtype)} {list(shape)}"
-            yield Finding(node.name, "constant", found, f"{prod(shape) * shared.itemsize:,}")
+            yield Finding(node.name, "constant", found, f"{prod(shape) * _ITEM_BYTES[dtype]:,}")
 
 
 def no_float64(graph: View, claims: Claims) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """FX passes: einsum to matrix products, weight arithmetic out of the graph into recipes, equal calls made once."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,16 @@ class _Plan:
 
 
 def _plan(equation: str) -> _Plan:
-    ins, out = equation.replace(" ", "").split("->")
-    a, b = ins.split(",")
-    batch = "".join(x for x in a if x in b and x in out)
+    found = re.fullmatch(r"([a-zA-Z]+),([a-zA-Z]+)->([a-zA-Z]*)", equation.replace(" ", ""))
+    if found is None:
+        raise CompileError(f"einsum {equation!r}: only products of two operands with a written result are lowered.")
+    a, b, out = found.groups()
+    batch = "".join(x for x in b if x in a and x in out)  # in the order of the weight, which is never moved
     summed = "".join(x for x in b if x in a and x not in out)
     left = "".join(x for x in a if x not in b)
     right = "".join(x for x in b if x not in a)
-    if set(left + right + batch) != set(out) or set(a) != set(left + batch + summed):
+    once = all(len(set(letters)) == len(letters) for letters in (a, b, out))
+    if not once or set(left + right + batch) != set(out) or set(a) != set(left + batch + summed):
         raise CompileError(
             f"einsum {equation!r}: only products of two operands without traces or broadcasts are lowered."
         )
@@ -82,8 +86,12 @@ def lower_einsum(captured: Captured) -> Captured:
     """`kimi::einsum` becomes view, `kimi::matmul` or `kimi::batch_matmul`, view; permutes only for batch letters."""
     graph = captured.module.graph
     for node in [n for n in graph.nodes if n.target is EINSUM]:
-        equation, (x, y) = node.args
-        plan, size = _plan(equation), {}
+        equation, operands = node.args
+        try:
+            plan, size = _plan(equation), {}
+        except CompileError as error:
+            raise CompileError(f"{node.meta['source'] or 'a call'}: {error}") from None
+        x, y = operands
         ins, out = equation.replace(" ", "").split("->")
         for letters, operand in zip(ins.split(","), (x, y), strict=True):
             size |= dict(zip(letters, operand.meta["val"].shape, strict=True))
@@ -280,4 +288,5 @@ def _frozen(value: Any) -> Any:
         return tuple((k, _frozen(value[k])) for k in sorted(value))
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
-    return (type(value).__name__, value)  # 1, 1.0 and True differ
+    exact = repr(value) if isinstance(value, float) else value  # 0.0 and -0.0 differ
+    return (type(value).__name__, exact)  # 1, 1.0 and True differ

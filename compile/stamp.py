@@ -91,15 +91,16 @@ def make_piece(
     _shorten_views(ops)
     writers = [name for name, op in ops.items() if _in_place(op, prototypes)]
     alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
+    own = {name for name in alive if ops[name].type != "Const"}  # constants belong to the whole graph
     return Piece(
         ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
         inputs={node: name for node, name in inputs.items() if node in alive},
         outputs=outputs,
         weights=weights,
         origins=Origins(
-            lines={node: line for node, line in origins["lines"].items() if node in alive},
+            lines={node: line for node, line in origins["lines"].items() if node in own},
             values={
-                call: [edge if split_edge(edge)[0] in alive else "" for edge in edges]
+                call: [edge if split_edge(edge)[0] in own else "" for edge in edges]
                 for call, edges in origins["values"].items()
             },
         ),
@@ -155,10 +156,11 @@ def _alive(ops: Mapping[str, OpDef], roots: Iterable[str]) -> set[str]:
 
 @dataclass
 class Assembly:
-    """A whole graph in the making: ops in order, inputs made when first asked for."""
+    """A whole graph in the making: ops in order, inputs and constants made when first asked for."""
 
     name: str
     inputs: dict[str, OpDef] = field(default_factory=dict)
+    constants: dict[bytes, str] = field(default_factory=dict)
     body: list[OpDef] = field(default_factory=list)
 
     def input(self, name: str, like: OpDef) -> str:
@@ -172,6 +174,17 @@ class Assembly:
             raise AssertionError(f"input {name} is read as {list(mine)} and as {list(other)}")
         return f"{name}:0"
 
+    def constant(self, op: OpDef) -> str:
+        """The edge of a constant; equal ones are one node, as most are: layers share shapes, axes and indexes."""
+        value = op.attr["value"].SerializeToString(deterministic=True)
+        if value not in self.constants:
+            self.constants[value] = name = f"const.{len(self.constants)}"
+            copy = OpDef()
+            copy.CopyFrom(op)
+            copy.name = name
+            self.body.append(copy)
+        return f"{self.constants[value]}:0"
+
     def stamp(self, piece: Piece, prefix: str, bind: Callable[[str, OpDef], str]) -> dict[str, str]:
         """Copy a piece; `bind(input name, its Data op)` gives the edge to read instead.
 
@@ -182,6 +195,9 @@ class Assembly:
         for op in piece.ops:
             if op.name in piece.inputs:
                 edges[f"{op.name}:0"] = bind(piece.inputs[op.name], op)
+                continue
+            if op.type == "Const":
+                edges[f"{op.name}:0"] = self.constant(op)
                 continue
             copy = OpDef()
             copy.CopyFrom(op)

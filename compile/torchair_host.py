@@ -8,7 +8,7 @@ only its Python files are used. They are taken from, in this order:
 3. the files of an installed torch-npu, read without importing it (without CANN its import fails);
 4. a private cache, filled once by downloading the pinned wheel.
 
-Only the half that lowers graphs is imported (not torchair's `__init__`, which pulls in torch's inductor), with a
+Only the half that lowers graphs is imported (no `__init__` that pulls in torch's inductor), with a
 stand-in for the native module. Source: fact sheet of torchair, section 10.
 """
 
@@ -53,6 +53,8 @@ PIP_DOWNLOAD = (
 
 _FOLDER = "torch_npu/dynamo/torchair/"
 _NATIVE = "torchair.core._torchair"
+# Packages whose `__init__` imports what compiling on a device takes; their submodules are used without it.
+_SHELLS = ("torchair", "torchair._utils", "torchair.inference")
 _LARGEST = "_ge_concrete_graph/auto_generated_ge_raw_ops.py"
 
 
@@ -321,7 +323,7 @@ def _write_bytecode(root: Path, announce: Callable[[str], None]) -> None:
 
 def _import(source: Source) -> dict[str, ModuleType]:
     """The modules, or none of them in sys.modules when one fails."""
-    sys.modules["torchair"] = _shell(source.root)
+    sys.modules.update((name, _shell(source.root, name)) for name in _SHELLS)
     sys.modules[_NATIVE] = _stand_in()
     try:
         with _undisturbed(), without_torch_npu(), _overloads_may_be_missing():
@@ -353,7 +355,7 @@ def _load_real(torch_npu: Any) -> Host:
     """torchair of the torch_npu that this process has imported, native module and all."""
     root = Path(torch_npu.__file__).parent / "dynamo/torchair"
     if "torchair" not in sys.modules:
-        sys.modules["torchair"] = _shell(root)
+        sys.modules["torchair"] = _shell(root, "torchair")
     with _undisturbed():
         modules = _import_modules()
     pinned = _digest(_python_files(root)) == SHA256
@@ -364,11 +366,12 @@ def _host(modules: dict[str, ModuleType], version: str, origin: str, root: Path,
     return Host(version=version, origin=origin, root=root, pinned=pinned, real=real, **modules)
 
 
-def _shell(root: Path) -> ModuleType:
-    """A package `torchair` whose submodules import as usual, but whose `__init__` has not run."""
-    shell = ModuleType("torchair", "torchair's submodules; its __init__ has not run")
-    shell.__path__ = [str(root)]
-    shell.__file__ = str(root / "__init__.py")
+def _shell(root: Path, name: str) -> ModuleType:
+    """A package of torchair whose submodules import as usual, but whose `__init__` has not run."""
+    folder = root.joinpath(*name.split(".")[1:])
+    shell = ModuleType(name, "the submodules of a package; its __init__ has not run")
+    shell.__path__ = [str(folder)]
+    shell.__file__ = str(folder / "__init__.py")
     return shell
 
 

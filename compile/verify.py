@@ -101,7 +101,9 @@ class Report:
         errors = ", ".join(f"{mode} {error:.1e}" for mode, error in worst.items())
         if self.passed:
             return f"verified: graphs equal the model over {self.steps} steps ({errors})"
-        bad = next(r for r in self.rows if not r.passed)
+        bad = next((r for r in self.rows if not r.passed), None)
+        if bad is None:
+            return "nothing was compared"
         return f"the graphs differ from the model: {bad.where} ({bad.mode}: {bad.error:.1e}, allowed {bad.tolerance:.0e})"
 
     def text(self) -> str:
@@ -418,8 +420,9 @@ class Comparison:
         error = self.measure(graph.reshape(model.shape), model)
         old = self.worst.get(kind)
         count = 1 + (old.count if old else 0)
-        if old is None or not error <= old.error:  # NaN is the worst of all
-            old = Row(mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=f"{name}, {where}")
+        if old is None or not (math.isnan(old.error) or error <= old.error):  # NaN is the worst of all, and stays
+            where = f"{name}, {where}"
+            old = Row(mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=where)
         self.worst[kind] = dataclasses.replace(old, count=count)
 
 
@@ -472,7 +475,10 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
     """
     local = bundle.folder / LOCAL
     if given is None and local.is_file():
-        given = Path(read_json(local)["checkpoint"])
+        known = read_json(local)
+        if not isinstance(known, dict) or not isinstance(known.get("checkpoint"), str):
+            raise BundleError(f"{local}: does not say where a checkpoint is; delete it, and give --checkpoint DIR.")
+        given = Path(known["checkpoint"])
         if not given.is_dir():
             raise BundleError(f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR.")
     if given is None:

@@ -7,8 +7,10 @@ interrupted; 141 whoever read the output went away.
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
 
+import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -95,6 +97,7 @@ def main() -> None:
     """Entry point of `kimi-graph`."""
     # Where torch-npu is installed without CANN, `import torch` would fail while loading it.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    atexit.register(gc.freeze)  # else Python looks for garbage among a million objects of torch before it exits
     app(prog_name="kimi-graph")
 
 
@@ -260,6 +263,18 @@ Model = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Inside, nobody looks for garbage: a short command makes little, and looking through torch takes long."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 @command
 def compile(  # noqa: A001 (the command's name)
     model: Model,
@@ -323,7 +338,7 @@ def compile(  # noqa: A001 (the command's name)
     if out is None and not dry_run:
         raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
     started = time.perf_counter()
-    with _progress() as progress:
+    with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
 
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once

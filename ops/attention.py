@@ -80,7 +80,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """
     heads, tokens, length = len(q), q.shape[1], k.shape[1]
     group = max(1, min(heads, SCORE_BYTES // (4 * MIN_QUERIES * length)))
-    block = max(MIN_QUERIES, SCORE_BYTES // (4 * group * length))
+    block = min(tokens, max(MIN_QUERIES, SCORE_BYTES // (4 * group * length)))
+    later = torch.ones(block, block, dtype=torch.bool, device=v.device).triu(1)
     outs = []
     for some in zip(q.split(group), k.split(group), v.split(group), strict=True):
         q32, k32, v32 = map(at_least_f32, some)
@@ -89,8 +90,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             stop = min(start + block, tokens)
             first, last = length - tokens + start, length - tokens + stop
             scores = torch.bmm(q32[:, start:stop], k32[:, :last].mT)
-            later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=v.device).triu(1)
-            scores[:, :, first:].masked_fill_(later, float("-inf"))
+            scores[:, :, first:].masked_fill_(later[: stop - start, : stop - start], float("-inf"))
             parts.append(torch.bmm(scores.softmax(-1), v32[:, :last]).to(v.dtype))
         outs.append(torch.cat(parts, 1))
     return torch.cat(outs).transpose(0, 1)

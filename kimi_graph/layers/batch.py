@@ -148,6 +148,12 @@ def zero_state(specs: Any, like: Tensor) -> Any:
     return tree.map(zeros, specs)
 
 
+def one_token(layer: str, x: Tensor) -> None:
+    """Refuse a step with more than one token a row."""
+    if x.shape[1] != 1:
+        raise ConfigError(f"{layer}: step=True takes one token a row, found {x.shape[1]}; use step=False for more.")
+
+
 def new_rows(
     layer: str, given: tuple[Any, Any], specs: Any, x: Tensor, rope: tuple[RopeConfig, int] | None = None
 ) -> tuple[Any, Batch[Tensor]]:

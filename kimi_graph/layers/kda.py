@@ -17,7 +17,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, KdaState, new_rows
+from .batch import Batch, KdaState, new_rows, one_token
 
 
 @param_tree
@@ -138,6 +138,7 @@ def kda(
 
     scale = c.key**-0.5
     if step:
+        one_token("kda", x_BTD)
         o_BTHV, memory = ops.kda_step(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, batch.slots, scale)
     else:
         o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale)

@@ -21,7 +21,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState, new_rows, turn
+from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
 
 
@@ -156,6 +156,7 @@ def dense(
     """Attention to all tokens up to each query: `[B, T, H, V]`."""
     up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
     if step:
+        one_token("mla", q_BTHN)
         q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
         o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, c.scale)
         return contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)

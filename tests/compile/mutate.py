@@ -335,7 +335,7 @@ def fewer_results(rng: random.Random, parts: Parts) -> str | None:
 def another_dtype(rng: random.Random, parts: Parts) -> str | None:
     """A description with another dtype."""
     graph, op, side, at, desc = a_description(rng, parts)
-    new = rng.choice([d for d in (Dtype.FLOAT, Dtype.BF16, Dtype.FLOAT16, Dtype.INT32, Dtype.INT64, Dtype.BOOL)])
+    new = rng.choice((Dtype.FLOAT, Dtype.BF16, Dtype.FLOAT16, Dtype.INT32, Dtype.INT64, Dtype.BOOL))
     if new.proto == desc.dtype:
         return None
     words = f"{graph}: {op.name} {op.type} {side} {at} described as {Dtype.of_proto(desc.dtype).name} -> {new.name}"

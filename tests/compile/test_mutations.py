@@ -164,7 +164,7 @@ def _attribute(type_: str, attribute: str, old: object, new: object) -> Callable
 
 SAME = (
     Same(
-        "softplus leaves its formula for x itself at the threshold: at 20 the two differ by 2e-9, and nothing is so large",
+        "softplus gives way to x itself at the threshold: there the two differ by 2e-9, and no input is so large",
         ("SoftplusV2.threshold 20.0",),
         "prefill",
         _scaled("SoftplusV2", "threshold"),

@@ -230,6 +230,20 @@ def test_state_goes_with_batch():
 
 
 @mixers
+def test_a_step_takes_one_token(c):
+    with pytest.raises(ConfigError, match=r"step=True takes one token a row, found 3"):
+        mix(params(c), c, normal(1, 3, D), step=True)
+
+
+@pytest.mark.parametrize("c", [KDA, MLA, MOE, 7], ids=["kda", "mla", "moe", "ffn"])
+def test_shapes_are_known_without_values(c):
+    p, x = params(c, torch.bfloat16), normal(2, 5, D, dtype=torch.bfloat16)
+    y = run(p, c, x)
+    hollow = run(tree.map(lambda w: w.to("meta"), p), c, x.to("meta"))
+    assert hollow.is_meta and (hollow.shape, hollow.dtype, hollow.stride()) == (y.shape, y.dtype, y.stride())
+
+
+@mixers
 def test_a_state_given_away_is_written_in_place(c):
     p, x = params(c), normal(1, 4, D)
     state, batch = room(c, 1, 6, x), layers.row_batch(1, 4, room=6, **WIDE)

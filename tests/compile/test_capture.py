@@ -1,0 +1,120 @@
+"""Capture: a layer function becomes a graph with named inputs and outputs, whole operators and source lines."""
+
+import operator
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from kimi_graph import ops, tree
+from kimi_graph.compile.capture import capture
+from kimi_graph.compile.phases import Bucket, capture_pieces
+from kimi_graph.models import decoder
+from kimi_graph.ops import contract
+from kimi_graph.read_config import load_config
+
+META = torch.device("meta")
+CONFIG = load_config("kimi-linear-48b")
+PREFILL = Bucket(phase="prefill", rows=2, tokens=8, page=16, pages=9, sequence_pages=4, slots=3)
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def calls(captured):
+    return [n for n in captured.module.graph.nodes if n.op == "call_function"]
+
+
+def test_inputs_and_outputs_are_named_by_their_place_in_the_trees():
+    def f(x, p):
+        return {"y": {"first": x + p["a"]}, "z": [p["b"][0] * x]}
+
+    got = capture(f, {"x": meta(2), "p": {"a": meta(2), "b": (meta(2),)}})
+    assert got.inputs == ("x", "p.a", "p.b.0")
+    assert got.outputs == ("y.first", "z.0")
+
+
+def test_what_was_captured_computes_what_the_function_does():
+    def f(x, p):
+        y = F.silu(x @ p.t())[:, 1:]
+        return {"y": y.exp().sum(-1), "x": x.to(torch.float64)}
+
+    x, p = torch.randn(3, 4), torch.randn(5, 4)
+    got = capture(f, {"x": meta(3, 4), "p": meta(5, 4)})
+    made = fx.Interpreter(got.module).run(x, p)
+    for mine, theirs in zip(made, tree.leaves(f(x, p)), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_einsum_and_operators_stay_whole():
+    def f(x, w, g):
+        return {"y": ops.rms_norm(contract("btd,hkd->bthk", x, w).flatten(2), g, 1e-5)}
+
+    got = capture(f, {"x": meta(2, 3, 4), "w": meta(2, 5, 4), "g": meta(10)})
+    assert [str(n.target) for n in calls(got)] == ["kimi.einsum.default", "aten.view.default", "kimi.rms_norm.default"]
+    assert calls(got)[0].args[0] == "btd,hkd->bthk"
+
+
+def test_calls_that_no_output_needs_are_not_captured():
+    def f(x):
+        x.exp()
+        return {"y": x.neg()}
+
+    assert [n.target for n in calls(capture(f, {"x": meta(2)}))] == [torch.ops.aten.neg.default]
+
+
+def test_every_value_has_a_static_plain_meta_tensor():
+    got = capture(lambda x: {"y": x.t().split(1)[1] + 1}, {"x": meta(3, 4)})
+    for node in got.module.graph.nodes:
+        if node.op != "output":
+            for value in node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]:
+                assert value.is_meta
+                assert value.is_contiguous()
+
+
+def test_parts_of_a_tuple_are_taken_by_index():
+    got = capture(lambda x: {"y": x.topk(2)[1]}, {"x": meta(5)})
+    assert [n.target for n in calls(got)] == [torch.ops.aten.topk.default, operator.getitem]
+
+
+def test_one_tensor_given_twice_is_two_inputs():
+    """A tied embedding: two parameters, one tensor."""
+    w = meta(4, 4)
+    got = capture(lambda p: {"y": p["a"] @ p["b"].t()}, {"p": {"a": w, "b": w}})
+    assert got.inputs == ("p.a", "p.b")
+    a, b = (n for n in got.module.graph.nodes if n.op == "placeholder")
+    assert len(a.users) == len(b.users) == 1
+
+
+@pytest.fixture(scope="module")
+def pieces():
+    return capture_pieces(CONFIG, PREFILL)
+
+
+def test_every_kind_of_layer_is_captured_once(pieces):
+    assert sorted(pieces) == ["dense", "embed", "head", "kda", "mla", "moe"]
+
+
+def test_every_call_names_a_line_of_layer_code(pieces):
+    for name, piece in pieces.items():
+        for node in calls(piece):
+            if node.target is not operator.getitem:
+                assert re.fullmatch(r"(layers|models|compile)/\w+\.py:\d+", node.meta["source"]), (name, node)
+
+
+def test_source_lines_are_those_that_make_the_call(pieces):
+    """The line of the router's product says so."""
+    node = next(n for n in calls(pieces["moe"]) if "einsum" in str(n.target))
+    file, line = node.meta["source"].split(":")
+    root = Path(decoder.__file__).parents[1]
+    assert "nd,ed->ne" in (root / file).read_text().splitlines()[int(line) - 1]
+
+
+def test_capturing_twice_gives_the_same_graph(pieces):
+    again = capture_pieces(CONFIG, PREFILL)
+    for name, piece in pieces.items():
+        assert str(again[name].module.graph) == str(piece.module.graph)

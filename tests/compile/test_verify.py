@@ -1,0 +1,336 @@
+"""Verify: what is compared, what passes, what fails, and what is said where there is nothing to compare with."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from kimi_graph import tree
+from kimi_graph.compile import verify
+from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump, open_bundle, read_json
+from kimi_graph.compile.verify import (
+    EXACT_TOLERANCE,
+    Comparison,
+    Report,
+    Row,
+    largest,
+    native_tolerance,
+    norm,
+    prompt_chunks,
+    row_capacity,
+    script,
+    verify_bundle,
+)
+from kimi_graph.errors import BundleError, CheckpointError, KimiGraphError, VerifyError
+from kimi_graph.fixture import make_fixture
+from kimi_graph.read_config import load_config
+
+PRESET = load_config("kimi-linear-48b")
+
+
+@pytest.fixture
+def copy(bundle, tmp_path):
+    """A bundle that may be changed."""
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def report(bundle):
+    return verify_bundle(bundle, steps=3)
+
+
+# ---- what passes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_bundle_is_its_model(report):
+    assert report.passed, report.text()
+    kinds = {"logits", "kda.memory", "kda.query", "kda.key", "kda.value", "mla.latent", "mla.rope"}
+    assert {(r.mode, r.what) for r in report.rows} == {(m, k) for m in ("exact", "native") for k in kinds}
+    assert all(r.error < 1e-13 for r in report.rows if r.mode == "exact")
+    assert all(r.error > 0 for r in report.rows if r.mode == "native")  # bfloat16 rounds
+
+
+def test_every_state_of_every_layer_is_compared_after_every_step(report):
+    counts = {r.what: r.count for r in report.rows if r.mode == "exact"}
+    assert counts == {"logits": 6, "mla.latent": 6, "mla.rope": 6} | {
+        f"kda.{leaf}": 12 for leaf in ("memory", "query", "key", "value")
+    }
+
+
+def test_the_summary_names_the_largest_errors(report):
+    assert re.fullmatch(
+        r"verified: graphs equal the model over 6 steps \(exact \d\.\de-\d\d, native \d\.\de-\d\d\)", report.summary
+    )
+    assert "semantics of the operator types executed:" in report.text()
+    assert sum(report.provenance.values()) > 20
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"phases": ("decode",)},
+        {"phases": ("prefill",)},
+        {"batch": 1},
+        {"batch": 3},
+        {"batch": 3, "pages": 5},
+        {"batch": 1, "chunk": 1, "max_len": 3},
+        {"page": 32, "chunk": 7, "max_len": 40},
+        {"target": "950dt"},
+    ],
+    ids=str,
+)
+def test_bundles_of_other_shapes_phases_and_targets_are_their_model(compile_small, tmp_path, options):
+    compile_small(tmp_path / "b", **options)
+    found = verify_bundle(tmp_path / "b", steps=2)
+    assert found.passed, found.text()
+
+
+def test_one_mode_alone_can_be_asked_for(bundle):
+    found = verify_bundle(bundle, steps=1, modes=("exact",))
+    assert found.passed
+    assert {r.mode for r in found.rows} == {"exact"}
+
+
+def test_another_seed_is_other_tokens_and_passes_too(bundle):
+    first, second = (
+        [s.tokens.tolist() for s in script(open_bundle(bundle), PRESET, steps=2, seed=seed)] for seed in (0, 1)
+    )
+    assert first != second
+    assert verify_bundle(bundle, steps=1, modes=("exact",), seed=1).passed
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+
+def test_the_script_is_the_same_every_time(bundle):
+    runs = [list(script(open_bundle(bundle), PRESET, steps=2, seed=0)) for _ in range(2)]
+    for a, b in zip(*runs, strict=True):
+        assert a.phase == b.phase
+        assert torch.equal(a.tokens, b.tokens)
+        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a.batch), tree.leaves(b.batch), strict=True))
+
+
+def test_slots_and_pages_are_neither_in_order_nor_shared(bundle):
+    steps = list(script(open_bundle(bundle), PRESET, steps=2, seed=0))
+    table = max((s.batch.block_table for s in steps), key=lambda t: int((t > 0).sum()))
+    pages = table.flatten().tolist()
+    assert sorted(pages) == list(range(1, 9))
+    assert pages != sorted(pages)
+    assert {slot for s in steps for slot in s.batch.slots.tolist()} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_prompts_come_whole_in_part_alone_late_and_not_at_all(rows):
+    chunks = torch.stack(list(prompt_chunks(rows, 16, 60))).t().tolist()
+    assert chunks == [[[16, 9, 1], [0, 16, 1], [13, 0, 1]][r % 3] for r in range(rows)]
+
+
+@pytest.mark.parametrize("chunk, room", [(1, 1), (2, 1), (1, 2), (16, 5), (16, 16), (512, 3)])
+def test_prompts_fit_the_room_and_every_row_has_one(chunk, room):
+    chunks = torch.stack(list(prompt_chunks(4, chunk, room)))
+    assert int(chunks.max()) <= chunk and int(chunks.min()) >= 0
+    assert all(1 <= total <= room for total in chunks.sum(0).tolist())
+    assert all(int(c.sum()) for c in chunks)
+
+
+def test_decode_steps_leave_each_row_empty_once(bundle):
+    decode = [
+        s.batch.counts.tolist() for s in script(open_bundle(bundle), PRESET, steps=4, seed=0) if s.phase == "decode"
+    ]
+    assert decode == [[0, 1], [1, 0], [1, 1], [0, 1]]
+
+
+def test_a_row_holds_what_its_share_of_the_pages_holds():
+    contract = {"tokens_per_sequence": 64, "pages": 9, "page_tokens": 16}
+    assert [row_capacity(contract, rows) for rows in (1, 2, 3, 8)] == [64, 64, 32, 16]
+
+
+@pytest.mark.parametrize("steps", [-1, 64, 1000])
+def test_more_steps_than_a_row_holds_are_refused_with_the_most(bundle, steps):
+    with pytest.raises(VerifyError, match=rf"--steps {steps}: .* takes 0 to 63; a row holds 64 tokens"):
+        verify_bundle(bundle, steps=steps)
+
+
+def test_a_row_can_be_filled_to_its_last_token(compile_small, tmp_path):
+    compile_small(tmp_path / "b", batch=1, chunk=16, max_len=16)
+    assert verify_bundle(tmp_path / "b", steps=15, modes=("exact",)).passed
+
+
+def test_a_bundle_that_only_decodes_needs_a_step(compile_small, tmp_path):
+    compile_small(tmp_path / "b", phases=("decode",))
+    with pytest.raises(VerifyError, match=r"--steps 0: .* takes 1 to 63"):
+        verify_bundle(tmp_path / "b", steps=0)
+
+
+# ---- what fails ------------------------------------------------------------------------------------------------------
+
+
+def row(error, tolerance=1e-12):
+    return Row(mode="exact", what="logits", count=1, error=error, tolerance=tolerance, where="logits, step 0 (decode)")
+
+
+@pytest.mark.parametrize("error", [math.nan, math.inf, 1.1e-12, 1.0])
+def test_an_error_over_the_tolerance_fails_and_nan_is_one(error):
+    found = Report([row(0.0), row(error)], steps=1, provenance={})
+    assert not found.passed
+    assert "DIFFERS" in found.text()
+    assert found.summary.startswith("the graphs differ from the model: logits, step 0 (decode) (exact: ")
+    assert json.loads(json.dumps(found.to_json()))["passed"] is False
+
+
+def test_a_report_of_nothing_is_no_success():
+    found = Report([], steps=0, provenance={})
+    assert not found.passed
+    assert found.summary == "nothing was compared"
+
+
+def test_nan_is_the_worst_of_all_whenever_it_comes():
+    for values in ([math.nan, 1.0], [1.0, math.nan], [math.nan, math.inf]):
+        comparison = Comparison("exact", EXACT_TOLERANCE, largest)
+        for value in values:
+            comparison.add("logits", f"of {value}", torch.tensor([value]), torch.tensor([1.0], dtype=torch.float64))
+        (worst,) = comparison.worst.values()
+        assert math.isnan(worst.error) and not worst.passed
+        assert worst.count == 2
+
+
+@pytest.mark.parametrize("measure", [largest, norm])
+@pytest.mark.parametrize(
+    "mine, theirs, error",
+    [
+        ([0.0, 0.0], [0.0, 0.0], 0.0),
+        ([1.0, 0.0], [0.0, 0.0], math.inf),
+        ([math.nan, 0.0], [0.0, 0.0], math.inf),
+        ([math.nan, 1.0], [1.0, 1.0], math.nan),
+        ([1.0, 1.0], [math.nan, 1.0], math.nan),
+        ([math.nan, 1.0], [math.nan, 1.0], math.nan),
+        ([math.inf, 1.0], [math.inf, 1.0], math.nan),
+        ([3.0, 0.0], [4.0, 0.0], 0.25),
+    ],
+)
+def test_differences_are_relative_to_the_model(measure, mine, theirs, error):
+    found = measure(torch.tensor(mine), torch.tensor(theirs, dtype=torch.float64))
+    assert found == error or (math.isnan(found) and math.isnan(error))
+
+
+def test_tensors_of_unequal_size_cannot_be_compared():
+    comparison = Comparison("exact", EXACT_TOLERANCE, largest)
+    with pytest.raises(VerifyError, match=r"logits at step 0: the graph gives \[2\], the model \[3\]"):
+        comparison.add("logits", "step 0", torch.ones(2), torch.ones(3))
+
+
+def test_nan_in_a_graph_fails_the_verification(bundle, monkeypatch):
+    step = verify.GraphSide.step
+
+    def broken(self, *args, **kwargs):
+        made = step(self, *args, **kwargs)
+        return made * torch.nan if self.mode == "exact" else made
+
+    monkeypatch.setattr(verify.GraphSide, "step", broken)
+    found = verify_bundle(bundle, steps=0)
+    assert not found.passed
+    assert [(r.mode, r.what) for r in found.rows if not r.passed] == [("exact", "logits")]
+
+
+def test_the_tolerance_of_native_dtypes_grows_with_the_root_of_the_layers(small):
+    three = native_tolerance(load_config(small))
+    assert three == pytest.approx(2**-7 * math.sqrt(48))
+    assert native_tolerance(PRESET) == pytest.approx(3 * three)
+
+
+def test_weights_of_another_seed_are_another_model_and_the_graphs_equal_that_too(bundle, tmp_path):
+    """The bundle holds no weights: it is verified with whatever checkpoint of its model is given."""
+    other = make_fixture(PRESET, tmp_path / "other", layers=3, seed=5).folder
+    assert verify_bundle(bundle, checkpoint=other, steps=1, modes=("exact",)).passed
+
+
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_checkpoint_it_says_how_to_get_one(copy):
+    (copy / LOCAL).unlink()
+    with pytest.raises(BundleError) as error:
+        verify_bundle(copy)
+    assert "compiled from a config alone, so there are no weights to run it with" in str(error.value)
+    assert "--checkpoint DIR" in str(error.value)
+    assert "kimi-graph fixture small -o DIR" in str(error.value)
+
+
+def test_a_checkpoint_that_moved_is_explained(copy, small, tmp_path):
+    (copy / LOCAL).write_bytes(dump({"checkpoint": str(tmp_path / "gone")}))
+    with pytest.raises(
+        BundleError, match=r"local\.json: the checkpoint .*gone is not there any more; .* --checkpoint DIR"
+    ):
+        verify_bundle(copy)
+    assert verify_bundle(copy, checkpoint=small, steps=0, modes=("exact",)).passed
+
+
+def test_a_damaged_local_json_is_explained(copy):
+    (copy / LOCAL).write_text("{")
+    with pytest.raises(BundleError, match=r"local\.json: not JSON"):
+        verify_bundle(copy)
+    (copy / LOCAL).write_text("{}")
+    with pytest.raises(BundleError, match=r"local\.json: .*delete it"):
+        verify_bundle(copy)
+
+
+def test_a_checkpoint_of_another_model_is_refused(bundle, tmp_path):
+    other = make_fixture(PRESET, tmp_path / "other", layers=2).folder
+    with pytest.raises(CheckpointError, match="missing"):
+        verify_bundle(bundle, checkpoint=other)
+
+
+def test_a_folder_without_weights_is_refused(bundle, tmp_path):
+    with pytest.raises(CheckpointError, match=r"found neither model\.safetensors\.index\.json nor model\.safetensors"):
+        verify_bundle(bundle, checkpoint=tmp_path)
+
+
+# ---- what a bundle says of itself ------------------------------------------------------------------------------------
+
+
+def changed(folder, change):
+    manifest = read_json(folder / MANIFEST)
+    change(manifest)
+    (folder / MANIFEST).write_bytes(dump(manifest))
+
+
+CLAIMS = {
+    "another model": (
+        lambda m: m["model"]["config"].update(rms_norm_eps=1e-3),
+        "the fingerprint .*; the bundle was made for another model",
+    ),
+    "states in another order": (
+        lambda m: m["state"]["states"].reverse(),
+        r"state\.states\.0\.\w+ is .*; the graphs and the model make it",
+    ),
+    "another page": (lambda m: m["state"].update(page_tokens=32), r"state\.states\.\d+\.shape\.1 is 16; .* make it 32"),
+    "another dtype": (
+        lambda m: m["state"]["states"][0].update(dtype="bfloat16"),
+        r'state\.states\.0\.dtype is "bfloat16"; the graphs and the model make it "float32"',
+    ),
+    "another chunk": (
+        lambda m: m["graphs"][0].update(tokens=8),
+        r'graphs\.0\.name is "prefill_b2_t16"; .* "prefill_b2_t8"',
+    ),
+    "weights in another order": (
+        lambda m: m["graphs"][1]["weights"].reverse(),
+        r"graphs\.1\.weights\.0 is .*; the graphs and the model make it",
+    ),
+    "a state more": (
+        lambda m: m["state"]["states"].append(dict(m["state"]["states"][0])),
+        r"state\.states is .*make it",
+    ),
+    "a rule less": (lambda m: m["state"]["rules"].pop(), r"state\.rules is"),
+}
+
+
+@pytest.mark.parametrize("what", CLAIMS)
+def test_a_manifest_that_says_something_else_is_refused_with_the_key(copy, what):
+    change, message = CLAIMS[what]
+    changed(copy, change)
+    with pytest.raises(KimiGraphError, match=message):
+        verify_bundle(copy, steps=0, modes=("exact",))
