@@ -121,7 +121,8 @@ class Operator:
         if has_torch_function(asked) and has_torch_function(tuple(v for v in asked if not isinstance(v, torch.Tensor))):
             given = tuple(v for v in asked if hasattr(v, "__torch_function__"))
             return handle_torch_function(self, given, *args)
-        if self.lower is not None if _capturing.get() else args[0].is_meta:
+        first = asked[-1] if self._lists else args[0]
+        if self.lower is not None if _capturing.get() else first.is_meta:
             return self.op(*args)  # a node of the graph; or, without values, the fake
         return self.reference(*args)
 
