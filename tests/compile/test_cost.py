@@ -179,7 +179,7 @@ def test_a_decode_step_moves_little_more_than_its_weights_and_states(host, messa
     assert 1 < ratio <= MOST
     (cost,) = inspect_cost(tmp_path / "b").graphs
     counts = parameter_counts(config)
-    # bfloat16, and of the token table one row; routers and short convolutions are float32 in the graph: under a percent.
+    # bfloat16, and one row of the token table; routers and short convolutions are float32 in the graph: under 1 %.
     plain = 2 * (counts.active - counts.embedding)
     assert 1 <= cost.needed.weights / plain < 1.01
 
