@@ -257,8 +257,10 @@ class GraphCost:
 
     def by_category(self) -> dict[str, tuple[int, int]]:
         """Bytes read and written."""
-        touches = [t for node in self.nodes for t in node.touches]
-        return {c: _sums((t.read, t.written) for t in touches if t.category == c) for c in CATEGORIES}
+        moved: dict[str, list[tuple[int, int]]] = {category: [] for category in CATEGORIES}
+        for t in (t for node in self.nodes for t in node.touches):
+            moved[t.category].append((t.read, t.written))
+        return {category: _sums(pairs) for category, pairs in moved.items()}
 
     def by_type(self) -> dict[str, tuple[int, int, int]]:
         """Nodes, bytes read, bytes written; the costliest operator first."""
