@@ -1,10 +1,10 @@
 """`verify --bisect`: the first node of a bundle's graphs whose value is not the model's.
 
-The model is traced again, piece by piece, as compile did, and each traced call is evaluated in float64 beside the GE node
-that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
+The model is traced again, piece by piece, as compile did, and each traced call is evaluated in float64 beside the GE
+node that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,24 @@ from .verify import EXACT_TOLERANCE, GraphSide, ModelSide, Step, largest
 
 @dataclass(frozen=True)
 class Difference:
-    """A node that differs, or the place of one where the graph has other nodes than a compile makes."""
+    """A node that differs, or the place of one where the graph has other nodes than a compile makes.
+
+    Attributes:
+        seen: the node whose result was compared: `node`, or one that only views or carries on what it gives.
+    """
 
     graph: str
     node: str
     type: str
     source: str
     error: float
+    seen: str
 
     def __str__(self) -> str:
+        seen = "" if self.seen == self.node else f" (seen at {self.seen})"
         return (
             f"first difference: {self.graph}: {self.node} ({self.type}), from {self.source or 'an unknown line'}: "
-            f"off by {self.error:.1e} of scale, while everything it reads agrees"
+            f"off by {self.error:.1e} of scale{seen}, while everything before it agrees"
         )
 
 
@@ -56,8 +62,9 @@ class _Exact(fx.Interpreter):
         return value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten._to_copy.default and args[0].is_floating_point():
-            if kwargs.get("dtype") is None or kwargs["dtype"].is_floating_point:
+        if target is torch.ops.aten._to_copy.default:
+            dtype = kwargs.get("dtype") or args[0].dtype
+            if args[0].is_floating_point() and dtype.is_floating_point:
                 return args[0]
         if target is torch.ops.aten.view.default:  # of a permuted value too: GE tensors have no strides
             return args[0].reshape(args[1])
@@ -73,30 +80,59 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
         if step.phase in side.graphs:
             entry = bundle.graph(step.phase)
             side.take(model.named_states())
-            seen: dict[str, tuple[str, Tensor]] = {}
+            seen: dict[str, Tensor] = {}
 
-            def observe(node: Node, outputs: tuple[Tensor, ...], seen: dict[str, tuple[str, Tensor]] = seen) -> None:
-                seen.update({f"{node.name}:{i}": (node.type, x.clone()) for i, x in enumerate(outputs)})
+            def observe(node: Node, outputs: tuple[Tensor, ...], seen: dict[str, Tensor] = seen) -> None:
+                seen.update({f"{node.name}:{i}": x.clone() for i, x in enumerate(outputs)})
 
             side.step(step, Selections(), observe)
             known = origins.get(entry["name"], {})
-            traced = _traced(config, bucket_of(bundle.manifest, entry), model, step, known)
-            for edge, value in traced:
+            agreed: set[str] = set()
+            for edge, value, first in _traced(config, bucket_of(bundle.manifest, entry), model, step, known):
                 name = edge.rpartition(":")[0]
                 if edge not in seen:
-                    return str(Difference(entry["name"], name, "missing", source_of(known, name), float("inf")))
-                kind, mine = seen[edge]
-                error = largest(mine.reshape(value.shape), value) if mine.numel() == value.numel() else float("inf")
+                    line = source_of(known, name)
+                    return str(Difference(entry["name"], name, "missing", line, float("inf"), name))
+                error = _error(seen[edge], value, first)
                 if not error <= EXACT_TOLERANCE:
-                    return str(Difference(entry["name"], name, kind, source_of(known, name), error))
+                    node = _suspect(side.graphs[step.phase].nodes, name, agreed)
+                    line = source_of(known, node.name)
+                    return str(Difference(entry["name"], node.name, node.type, line, error, name))
+                agreed.add(name)
         model.step(step)
     return "no single node differs: every traced value is the model's (is sources.json of this bundle missing?)"
 
 
+def _error(mine: Tensor, value: Tensor, first: int) -> float:
+    if mine.numel() != value.numel():
+        return float("inf")
+    mine = mine.reshape(value.shape)
+    return largest(mine[first:], value[first:]) if first else largest(mine, value)
+
+
+CARRIERS = frozenset({"Reshape", "Identity", "Transpose", "Cast", "TensorMove"})  # in float64 they change no number
+
+
+def _suspect(nodes: Mapping[str, Node], name: str, agreed: set[str]) -> Node:
+    """The first node that computes something, of those behind `name` whose own results nobody compared.
+
+    One call of a layer may become several nodes, of which only the last one's result is a traced value.
+    """
+    behind: dict[str, Node] = {}
+    todo = [name]
+    while todo:
+        node = nodes[todo.pop()]
+        if node.name not in behind and node.name not in agreed and node.edges:
+            behind[node.name] = node
+            todo += [edge[0] for edge in node.edges]
+    computing = [n for n in behind.values() if n.type not in CARRIERS]
+    return min(computing or [nodes[name]], key=lambda n: n.position)
+
+
 def _traced(
     config: ModelConfig, bucket: Bucket, model: ModelSide, step: Step, origins: dict[str, Origins]
-) -> Iterator[tuple[str, Tensor]]:
-    """Edges of the graph and the values they should have, in order."""
+) -> Iterator[tuple[str, Tensor, int]]:
+    """Edges of the graph, the values they should have, and from which row on (slot 0 and page 0 are nobody's)."""
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
     batch, values = step.named, dict(step.inputs)
@@ -116,9 +152,10 @@ def _traced(
         with torch.no_grad():
             out = run.run(*map(value, piece.captured.inputs))
         edges_of = origins[use.part]["values"] if use.part in origins else {}
+        after = {id(value) for name, value in zip(piece.captured.outputs, out, strict=True) if name.startswith("s.")}
         for call, results in run.values.items():
             edges = edges_of.get(call, [])
             for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
-                if edge and isinstance(result, Tensor) and result.is_floating_point():
-                    yield place_of(use) + edge, result
+                if edge and isinstance(result, Tensor):
+                    yield place_of(use) + edge, result, int(id(result) in after)
         values |= zip(use.writes, out, strict=False)  # states come after the values

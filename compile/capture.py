@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -84,13 +85,17 @@ class _Recorder(TorchDispatchMode):
 
     def finish(self, outputs: list[Tensor]) -> fx.GraphModule:
         """The graph, without calls that no output needs."""
-        self.graph.output(tuple(self._node(x) for x in outputs))
+        self.graph.output(tuple(self._node(x) for x in outputs)).meta = {"val": None, "source": ""}
         self.graph.eliminate_dead_code()
         return fx.GraphModule(self.constants, self.graph)
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = f(*args, **(kwargs or {}))
-        given = fx.node.map_aggregate((args, kwargs or {}), lambda x: self._node(x) if isinstance(x, Tensor) else x)
+        if f is torch.ops.aten.detach.default:  # torch's own, around what factories make
+            self.nodes[id(made)] = self._node(args[0])
+            self.kept.append(made)
+            return made
+        given = map_aggregate((args, kwargs or {}), lambda x: self._node(x) if isinstance(x, Tensor) else x)
         self._note(made, self.graph.call_function(f, *given), _caller())
         return made
 

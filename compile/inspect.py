@@ -12,6 +12,8 @@ from .bundle import SOURCES, Bundle, open_bundle, read_json
 from .ge_proto import GraphDef, OpDef, data_edges, dtype_of, get_attr, is_known, shape_of
 from .origins import Origins, source_of
 
+PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
+
 
 @dataclass(frozen=True)
 class Contents:
@@ -30,13 +32,14 @@ class Contents:
     def text(self) -> str:
         m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
+        held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
         lines = [
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
-            f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, bound at load",
-            f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "
-            f"{s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence",
+            f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, {held}",
+            f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, "
+            f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence",
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g)]
@@ -121,7 +124,7 @@ class Nodes:
                 "type": op.type,
                 "inputs": data_edges(op),
                 "outputs": [_desc(d) for d in op.output_desc if is_known(d)],
-                "attributes": {k: v for k, v in self._attrs(op).items() if isinstance(v, (bool, int, float, str, list))},
+                "attributes": {k: v for k, v in self._attrs(op).items() if isinstance(v, PLAIN)},
                 "source": source_of(self.origins, op.name),
             }
             for op in self.graph.op

@@ -99,10 +99,7 @@ def make_piece(
         weights=weights,
         origins=Origins(
             lines={node: line for node, line in origins["lines"].items() if node in own},
-            values={
-                call: [edge if split_edge(edge)[0] in own else "" for edge in edges]
-                for call, edges in origins["values"].items()
-            },
+            values={call: [_left(ops, edge, own) for edge in edges] for call, edges in origins["values"].items()},
         ),
     )
 
@@ -114,6 +111,14 @@ def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
         edge = ops[node].input[0]
         node, _ = split_edge(edge)
     return edge
+
+
+def _left(ops: Mapping[str, OpDef], edge: str, left: set[str]) -> str:
+    """The edge, or what it is a view of, whichever is of a node that is left; else empty."""
+    for found in (edge, _origin(ops, edge)):
+        if split_edge(found)[0] in left:
+            return found
+    return ""
 
 
 def _in_place(op: OpDef, prototypes: Prototypes) -> Mapping[str, str]:

@@ -1,7 +1,8 @@
 """`kimi-graph verify`: execute a bundle's graphs on the CPU and compare every output and state with the model.
 
-Prompts of unequal length are read in chunks, then decoded token by token, through the bundle's own state contract: slots
-and pages in scrambled order, rows that end inside a chunk, decode steps with a row that no sequence uses. Twice:
+Prompts of unequal length are read in chunks, then decoded token by token, through the bundle's own state contract:
+slots and pages in scrambled order, rows that end inside a chunk or come later, decode steps with a row that no sequence
+uses. Twice:
 
 * exact: every float is float64 and float casts do nothing, on both sides. What is left is rounding: <= 1e-12 of scale.
 * native: the graph in its own dtypes, against the exact model; expert choices are taken from the exact run, because a
@@ -66,7 +67,7 @@ class Row:
 
     Attributes:
         what: "logits" or a kind of state, such as "kda.memory". count: tensors compared.
-        error: exact: largest |difference| / largest |model|; native: |difference| / |model| in the 2-norm, worst tensor.
+        error: of the worst tensor. exact: largest |difference| / largest |model|; native: the ratio of their 2-norms.
         where: tensor and step of the largest.
     """
 
@@ -97,14 +98,17 @@ class Report:
 
     @property
     def summary(self) -> str:
-        worst = {mode: max(r.error for r in self.rows if r.mode == mode) for mode in dict.fromkeys(r.mode for r in self.rows)}
+        modes = dict.fromkeys(r.mode for r in self.rows)
+        worst = {mode: max(r.error for r in self.rows if r.mode == mode) for mode in modes}
         errors = ", ".join(f"{mode} {error:.1e}" for mode, error in worst.items())
         if self.passed:
             return f"verified: graphs equal the model over {self.steps} steps ({errors})"
         bad = next((r for r in self.rows if not r.passed), None)
         if bad is None:
             return "nothing was compared"
-        return f"the graphs differ from the model: {bad.where} ({bad.mode}: {bad.error:.1e}, allowed {bad.tolerance:.0e})"
+        return (
+            f"the graphs differ from the model: {bad.where} ({bad.mode}: {bad.error:.1e}, allowed {bad.tolerance:.0e})"
+        )
 
     def text(self) -> str:
         lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}  worst"]
@@ -118,7 +122,7 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> Any:
-        rows = [dataclasses.asdict(r) | {"passed": r.passed} for r in self.rows]
+        rows = [dataclasses.asdict(r) | {"passed": r.passed, "error": _json_number(r.error)} for r in self.rows]
         return {
             "passed": self.passed,
             "steps": self.steps,
@@ -126,6 +130,11 @@ class Report:
             "provenance": self.provenance,
             "difference": self.difference,
         }
+
+
+def _json_number(x: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return x if math.isfinite(x) else str(x)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -341,7 +350,9 @@ class GraphSide:
                 check_constants(constants, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
-            s["name"]: torch.zeros(s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]])
+            s["name"]: torch.zeros(
+                s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]]
+            )
             for s in bundle.manifest["state"]["states"]
         }
 
@@ -398,8 +409,8 @@ def _ratio(difference: Tensor, scale: Tensor) -> float:
 def native_tolerance(config: ModelConfig) -> float:
     """How far a graph in the model's own dtype may be from the exact model, relative, in the 2-norm.
 
-    Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a layer
-    rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
+    Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a
+    layer rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
     """
     return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
 
@@ -427,7 +438,13 @@ class Comparison:
 
 
 def compare(
-    bundle: Bundle, config: ModelConfig, checkpoint: Checkpoint, modes: tuple[str, ...], steps: int, seed: int, notify: Notify
+    bundle: Bundle,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    modes: tuple[str, ...],
+    steps: int,
+    seed: int,
+    notify: Notify,
 ) -> Report:
     """Run the script through the model and through the graphs of every mode, side by side."""
     params = load_params(checkpoint, config, dtype=torch.float64)
@@ -480,11 +497,14 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
             raise BundleError(f"{local}: does not say where a checkpoint is; delete it, and give --checkpoint DIR.")
         given = Path(known["checkpoint"])
         if not given.is_dir():
-            raise BundleError(f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR.")
+            raise BundleError(
+                f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR."
+            )
     if given is None:
+        name = bundle.manifest["model"]["name"]
         raise BundleError(
-            f"{bundle.folder}: compiled from a config alone, so there are no weights to run it with; give --checkpoint DIR, "
-            f"or compile a fixture: kimi-graph fixture {bundle.manifest['model']['name']} -o DIR."
+            f"{bundle.folder}: compiled from a config alone, so there are no weights to run it with; "
+            f"give --checkpoint DIR, or compile a fixture: kimi-graph fixture {name} -o DIR."
         )
     return Checkpoint.open(given)
 
@@ -495,7 +515,8 @@ def _check_steps(bundle: Bundle, steps: int) -> None:
     room = row_capacity(bundle.manifest["state"], graphs[0]["rows"])
     if not least <= steps < room:
         raise VerifyError(
-            f"--steps {steps}: {bundle.folder} takes {least} to {room - 1:,}; a row holds {room:,} tokens, one a prompt."
+            f"--steps {steps}: {bundle.folder} takes {least} to {room - 1:,}; "
+            f"a row holds {room:,} tokens, one of them a prompt."
         )
 
 

@@ -36,7 +36,7 @@ class Executor:
     Integers are exact in both. RefData is written only by operators whose output is that input's memory.
 
     Attributes:
-        inputs, states: names of Data and RefData nodes in the order of their index.
+        nodes: by name. inputs, states: names of Data and RefData nodes in the order of their index.
         types: operator types that run, for `provenance_counts`.
     """
 
@@ -46,7 +46,7 @@ class Executor:
         check_descriptions(model, BundleError)
         if self._graph.outputs is None:
             raise BundleError("the graph has no NetOutput")
-        self.inputs, self.states = self._graph.inputs, self._graph.states
+        self.nodes, self.inputs, self.states = self._graph.nodes, self._graph.inputs, self._graph.states
         self._order = tuple(n for n in self._graph.order if n.name in self._graph.needed and n.type != "NetOutput")
         self._last_use = self._find_last_uses()
         self.types = frozenset(n.type for n in self._order if n.semantics)

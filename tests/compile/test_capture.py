@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kimi_graph import ops, tree
 from kimi_graph.compile.capture import capture
@@ -118,3 +119,34 @@ def test_capturing_twice_gives_the_same_graph(pieces):
     again = capture_pieces(CONFIG, PREFILL)
     for name, piece in pieces.items():
         assert str(again[name].module.graph) == str(piece.module.graph)
+
+
+def test_the_calls_are_those_that_make_fx_records():
+    def f(x, w, table):
+        y = F.linear(x[:, :4], w).softmax(-1) + x.unflatten(1, (2, 4)).mean(1)[:, :3]
+        low, high = torch.split(y, [1, 2], dim=-1)
+        values, indices = high.sort(-1)
+        rows = F.embedding(indices, table).to(torch.float32).amax(-1)
+        return torch.where(rows > 0, values, torch.zeros_like(values)) * low + torch.arange(2, device=x.device)
+
+    def listing(graph: fx.Graph) -> list[str]:
+        at = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+        operands = [fx.node.map_arg((n.args, n.kwargs), at.__getitem__) for n in graph.nodes]
+        return [f"{n.target}{o}" for n, o in zip(graph.nodes, operands, strict=True) if n.op == "call_function"]
+
+    args = {"x": meta(5, 8), "w": meta(3, 4), "table": meta(9, 6, dtype=torch.bfloat16)}
+    theirs = make_fx(f)(*args.values())
+    theirs.graph.eliminate_dead_code()
+    assert listing(capture(lambda **given: {"y": f(**given)}, args).module.graph) == listing(theirs.graph)
+
+
+def test_a_tensor_from_outside_is_a_constant_of_the_graph():
+    table = torch.tensor([1.0, 2.0])
+    got = capture(lambda x: {"y": torch.outer(table, table).exp().to(x.device) + x}, {"x": meta(2, 2)})
+    (constant,) = [n for n in got.module.graph.nodes if n.op == "get_attr"]
+    assert torch.equal(got.module.get_buffer(str(constant.target)), table)
+
+
+def test_a_value_written_in_place_is_read_as_it_is_afterwards():
+    got = capture(lambda x: {"y": x.exp().add_(1).sin()}, {"x": meta(2)})
+    assert [str(n.target) for n in calls(got)] == ["aten.exp.default", "aten.add_.Tensor", "aten.sin.default"]

@@ -179,7 +179,7 @@ def test_an_error_over_the_tolerance_fails_and_nan_is_one(error):
     assert not found.passed
     assert "DIFFERS" in found.text()
     assert found.summary.startswith("the graphs differ from the model: logits, step 0 (decode) (exact: ")
-    assert json.loads(json.dumps(found.to_json()))["passed"] is False
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["passed"] is False
 
 
 def test_a_report_of_nothing_is_no_success():
