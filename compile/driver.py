@@ -309,7 +309,7 @@ def compile_model(
     if request.constants:
         if checkpoint is None:
             raise CompileError(f"--weights constant puts weights into the bundle: {config.name} must be a checkpoint folder.")
-        audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype).check()
+        audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)

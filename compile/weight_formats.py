@@ -162,7 +162,7 @@ def expert_weights(form: str, spec: ParamSpec) -> dict[str, tuple[Step, ...]]:
     if form == "mxfp4":
         if groups % 2:
             raise CompileError(
-                f"{spec.source[0]}: {ins} inputs; MX kernels on 950 read scales in pairs, multiples of 64."
+                f"{spec.source[0]}: {ins} inputs; MX kernels read scales in pairs: expected a multiple of 64."
             )
         return {"weight": weight, "scale": (scale, Step("view", (count, outs, groups // 2, 2)))}
     turned = (scale, Step("view", (count, outs, groups)), Step("permute", (0, 2, 1)))

@@ -154,7 +154,7 @@ class _Findings:
             if self.described is not None:
                 said = _described_format(self.described, place)
             if said != form and self.config is not None:
-                self.otherwise[re.sub(r"\d+", "*", name.removesuffix(".weight")), said, scheme] += 1
+                self.otherwise[re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight")), said, scheme] += 1
             tensors += len(held) + len(extras)
             size += right[kind] if kind in right else self._bytes(spec, place, stored)
         for name in self.wanted.intersection(spec.source):

@@ -49,7 +49,8 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
         rows(latent), pools[0], slot_mapping, rows(rope), pools[1], None, None, None,
         cache_mode="Norm", scatter_mode="None", strides=[1, 1], offsets=[0, 0],
     )  # fmt: skip
-    ge.chose("cache of latents", "ScatterPaKvCache", "latent and rope channels in one operator, as key and value")
+    reason = "latent and rope channels as key and value; KvRmsNormRopeCache always rotates, and moves pairs apart"
+    ge.chose("cache of latents", "ScatterPaKvCache", reason)
     known = (ge.mark(x, ge.shape(pool), ge.dtype(pool)) for x, pool in zip(written[:2], pools, strict=True))
     return tuple(ge.reshape(x, ge.shape(pool)) for x, pool in zip(known, (latent_pool, rope_pool), strict=True))
 

@@ -32,10 +32,9 @@ def _(ge, x, cos, sin, interleaved):
     # rows as one sequence: angles may then differ by row, in every release and on every chip
     rows, tokens, heads, width = ge.shape(x)
     flat, dtype = [1, rows * tokens, heads, width], ge.dtype(x)
-    reason = "takes both layouts on every chip and gives the layout it was given; angles rounded to the dtype of x"
-    if interleaved and ge.soc != "950":
-        reason += "; InterleaveRope gives the pairs apart, so that caches would not be those of 950, which lacks it"
-    ge.chose("rotation", "RotaryPositionEmbedding", reason)
+    # one layout of caches on all chips: InterleaveRope moves the pairs apart, and 950 lacks it
+    reason = "on every chip, pairs stay where they are" + (", unlike in InterleaveRope" if interleaved else "")
+    ge.chose("rotation", "RotaryPositionEmbedding", f"{reason}; angles rounded to the dtype of what is turned")
     angles = (_of_channels(ge, ge.cast(a, dtype), interleaved) for a in (cos, sin))
     y = ge.RotaryPositionEmbedding(ge.reshape(x, flat), *angles, mode=int(interleaved))
     return ge.reshape(ge.mark(y, flat, dtype), ge.shape(x))

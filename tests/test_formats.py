@@ -62,7 +62,7 @@ def test_scales_beyond_bfloat16_are_refused_but_in_float64(scale):
     parts = mxfp4(0)
     parts["weight_packed"][0, 0] = 0x77
     parts["weight_scale"][0, 0] = scale
-    with pytest.raises(CheckpointError, match="beyond torch.bfloat16"):
+    with pytest.raises(CheckpointError, match=r"beyond torch\.bfloat16"):
         unpack("mxfp4", parts, torch.bfloat16)
     assert unpack("mxfp4", parts, torch.float64)[0, 0] == 6.0 * 2.0 ** (scale - 127)
 
@@ -138,7 +138,7 @@ def test_parts_have_the_dtypes_and_shapes_of_the_layout(name, shape):
 
 @pytest.mark.parametrize(
     "name, most",
-    # Largest error by the largest number that shares its scale: half a step, where steps are widest (E2M1: 5 becomes 4).
+    # Largest error by the largest number that shares its scale: half a step where steps are widest (E2M1: 5 becomes 4).
     [
         ("mxfp4", 1 / 5), ("w4-mx", 1 / 5), ("int4", 1 / 15 + 2**-8), ("int4-g32", 1 / 15 + 2**-8), ("fp8", 1 / 16),
         ("w8", 0.5 / 127), ("w4", 0.5 / 7), ("int8-g32", 1 / 127),
