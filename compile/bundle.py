@@ -44,7 +44,8 @@ class Bundle:
         for entry in self.manifest["graphs"]:
             if phase in (entry["phase"], entry["name"]):
                 return entry
-        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; it has {[g['name'] for g in self.manifest['graphs']]}.")
+        names = [g["name"] for g in self.manifest["graphs"]]
+        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; it has {names}.")
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
         """The bytes of a graph's file, checked against the manifest's hash."""
@@ -81,7 +82,7 @@ def file_hash(path: Path) -> str:
 def _compare_hash(found: str, expected: str, path: Path) -> None:
     if found != expected:
         raise BundleError(
-            f"{path}: SHA-256 is {found[:16]}..., the manifest says {expected[:16]}...; the file was changed or damaged."
+            f"{path}: SHA-256 is {found[:16]}..., the manifest says {expected[:16]}...; it was changed or damaged."
         )
 
 

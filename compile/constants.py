@@ -1,7 +1,7 @@
 """`--weights constant`: weights as FileConstant nodes that point into one file, for single-rank models.
 
 GE reads every FileConstant into host memory when it compiles a graph, and each phase's model has its own copy: the
-usual way is weights as inputs. Every weight starts at a multiple of 512 bytes, which lets GE load the file in one piece.
+usual way is weights as inputs. Every weight starts at a multiple of 512 bytes: then GE loads the file in one piece.
 Source: fact sheets of torchair, section 5, and of Ascend, D.2.
 """
 
@@ -90,11 +90,16 @@ def _mapped(op: OpDef, folder: Path) -> Tensor:
     size = file.stat().st_size if file.is_file() else 0
     if not 0 <= offset <= size - length:
         raise BundleError(f"{op.name}: bytes {offset:,} to {offset + length:,} are not in {file} ({size:,} bytes).")
-    return torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)[offset : offset + length].view(dtype).view(shape)
+    mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
+    return mapped[offset : offset + length].view(dtype).view(shape)
 
 
 def write(
-    file: Path, plan: dict[str, Any], config: ModelConfig, checkpoint: Checkpoint, notify: Callable[[str, int, int], None]
+    file: Path,
+    plan: dict[str, Any],
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    notify: Callable[[str, int, int], None],
 ) -> None:
     """Write the weights, one parameter in memory at a time.
 

@@ -192,7 +192,11 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
-    infer_shapes(made.model)
+    try:
+        infer_shapes(made.model)
+    except CompileError as error:
+        node = str(error).partition(" ")[0]
+        raise CompileError(f"{made.sources.get(node, name)}: {error}") from error
     origins: Origins = {"lines": made.sources, "values": made.edges}
     piece = make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
     return replace(piece, choices=made.choices)
@@ -308,7 +312,7 @@ def compile_model(
         bundle.check_place(out)
     if request.constants:
         if checkpoint is None:
-            raise CompileError(f"--weights constant puts weights into the bundle: {config.name} must be a checkpoint folder.")
+            raise CompileError(f"--weights constant needs them: {config.name} must be a checkpoint folder.")
         audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):

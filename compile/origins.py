@@ -8,7 +8,12 @@ from typing import TypedDict
 
 
 class Origins(TypedDict):
-    """Of one piece. `lines`: source line by node. `values`: edges of the outputs of each traced call, empty where no node is left."""
+    """Of one piece.
+
+    Attributes:
+        lines: source line by node.
+        values: edges of the outputs of each traced call, empty where no node is left.
+    """
 
     lines: dict[str, str]
     values: dict[str, list[str]]

@@ -85,9 +85,8 @@ def check_descriptions(model: ModelDef, error: type[KimiGraphError]) -> None:
                 continue
             if (desc.dtype, desc.shape.dim) != (other.dtype, other.shape.dim):
                 found, read = (f"dtype {d.dtype} {list(d.shape.dim)}" for d in (desc, other))
-                raise error(
-                    f"{op.name} ({op.type}): input {desc.name!r} is described as {found}, what it reads as {read}"
-                )
+                where = f"{op.name} ({op.type}): input {desc.name!r}"
+                raise error(f"{where} is described as {found}, what it reads as {read}")
 
 
 def _by_name(graph: GraphDef, error: type[KimiGraphError]) -> dict[str, OpDef]:

@@ -149,7 +149,7 @@ def _check_mla(
     if q.shape[3] == ABSORBED:
         op.require(layout in _OF_ABSORBED, f"input_layout {layout!r} for width 512, one of {_OF_ABSORBED} expected")
         op.require(k.shape[1] == 1, f"one key head expected for width 512, found {k.shape[1]}")
-        op.require(q.shape[1] <= 128, f"{q.shape[1]} heads, at most 128 expected")  # releases differ: see `limits`
+        op.require(q.shape[1] <= 128, f"{q.shape[1]} heads, at most 128 expected")  # which of them: by CANN, see limits
         op.require(op.attr("block_size", 0) > 0, "width 512 needs paged keys")
         op.require(lengths is None, "actual_seq_lengths for width 512 is for layout TND alone")
     else:
