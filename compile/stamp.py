@@ -115,6 +115,8 @@ def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
 
 def _left(ops: Mapping[str, OpDef], edge: str, left: set[str]) -> str:
     """The edge, or what it is a view of, whichever is of a node that is left; else empty."""
+    if split_edge(edge)[0] not in ops:  # conversion left it out: a lowering did without the value
+        return ""
     for found in (edge, _origin(ops, edge)):
         if split_edge(found)[0] in left:
             return found
