@@ -18,6 +18,9 @@ from kimi_graph.models import decoder
 from kimi_graph.read_config import load_config
 
 
+PARTS = "kda|mla|attn_add|dense|moe|ffn_add"
+
+
 @pytest.fixture(scope="module", params=["prefill", "decode"])
 def graph(request, bundle):
     opened = open_bundle(bundle)
@@ -32,7 +35,9 @@ def test_names_are_those_of_layers_weights_states_and_inputs(graph):
     assert batch == {f"batch.{n}" for n in ("slots", "lengths", "counts", "block_table", "slot_mapping")}
     for op in graph.op:
         if op.type not in ("Data", "RefData", "Const", "NetOutput"):
-            assert re.fullmatch(r"(embed|head|layers\.\d\.(kda|mla|dense|moe))/\w+", op.name), op.name
+            assert re.fullmatch(rf"(embed|head|layers\.\d\.({PARTS}))/\w+", op.name), op.name
+    found = {op.name.rpartition("/")[0].rpartition(".")[2] for op in graph.op if "/" in op.name}
+    assert found == {"embed", "head", *PARTS.split("|")}
 
 
 def test_two_layers_of_a_kind_differ_in_names_alone(graph):
@@ -135,7 +140,7 @@ def test_an_input_asked_for_twice_is_one_and_must_have_one_shape():
         assembly.input("p.w", data("c", 6))
 
 
-def test_an_empty_assembly_has_a_result_and_nothing_else():
-    made = Assembly("g").finish({})
+def test_an_empty_assembly_has_a_result_and_nothing_else(host):
+    made = Assembly("g").finish({}, Prototypes("a3", host.root))
     assert isinstance(made, ModelDef)
     assert [op.type for op in made.graph[0].op] == ["NetOutput"]
