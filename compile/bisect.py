@@ -4,7 +4,7 @@ The model is traced again, piece by piece, as compile did, and each traced call 
 node that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,7 +136,8 @@ def _traced(
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
     batch, values = step.named, dict(step.inputs)
-    for use in uses(config, bucket):
+    schedule = uses(config, bucket)
+    for use, unread in zip(schedule, _unread(schedule), strict=True):
         piece = pieces[use.part]
         read = {f"in{i}": values[name] for i, name in enumerate(use.reads)}
 
@@ -152,10 +153,34 @@ def _traced(
         with torch.no_grad():
             out = run.run(*map(value, piece.captured.inputs))
         edges_of = origins[use.part]["values"] if use.part in origins else {}
+        needed = _needed(piece, {f"out.{i}" for i, name in enumerate(use.writes) if name in unread})
         after = {id(value) for name, value in zip(piece.captured.outputs, out, strict=True) if name.startswith("s.")}
         for call, results in run.values.items():
-            edges = edges_of.get(call, [])
+            edges = edges_of.get(call, []) if call in needed else []
             for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
                 if edge and isinstance(result, Tensor):
                     yield place_of(use) + edge, result, int(id(result) in after)
         values |= zip(use.writes, out, strict=False)  # states come after the values
+
+
+def _unread(schedule: Sequence[Use]) -> list[set[str]]:
+    """Of each part, the values it writes that nobody reads before another part writes them again."""
+    wanted, unread = set(schedule[-1].writes), []
+    for use in reversed(schedule):
+        unread.append(set(use.writes) - wanted)
+        wanted = wanted - set(use.writes) | set(use.reads)
+    return unread[::-1]
+
+
+def _needed(piece: Folded, unread: set[str]) -> set[str]:
+    """Calls that an output needs which somebody reads: stamping leaves the others out."""
+    graph = piece.captured.module.graph
+    (results,) = graph.find_nodes(op="output")
+    todo = [n for name, n in zip(piece.captured.outputs, results.args[0], strict=True) if name not in unread]
+    needed: set[str] = set()
+    while todo:
+        node = todo.pop()
+        if node.name not in needed:
+            needed.add(node.name)
+            todo += node.all_input_nodes
+    return needed
