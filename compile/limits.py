@@ -798,6 +798,8 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or value is None or state is None:
         return
     (tokens, nk, dk), (_, nv, dv) = query, value
+    if use.dtype("state") == F32 and _release(use) < (9, 2):
+        yield f"state is F32 in CANN {use.target.cann}", "BF16", "A float32 state is taken from CANN 9.2 on."
     yield from expect("key", use.shape("key"), query)
     yield from expect("tokens of value", value[0], tokens)
     yield from expect("beta", use.shape("beta"), (tokens, nv))

@@ -330,6 +330,7 @@ FUSED = [
         """,
         outs="out: BF16; state: BF16/F32",
         attrs="scale_value: Float = 1.0",
+        since="9.1 950",
         source=_TRANSFORMER,
     ),
     Row(
@@ -406,6 +407,7 @@ FUSED = [
         attrs='activation_mode: String = "silu"; null_block_id: Int = 0',
         same="x weight conv_states bias y",
         socs="950",
+        since="9.2",
         source=_TRANSFORMER,
     ),
 ]

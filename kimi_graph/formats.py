@@ -20,7 +20,7 @@ Source: mxfp4 and int4: fact sheet of models, sections 2.2 and 6.1 (compressed-t
 code; w8 to w4-mx: msModelSlim, "AscendV1 format" and the writer of that format. Uncertain there: its text adds
 `scale_bias` to a w4 weight, but its writer and CANN's GroupedMatmul make that `8 * sum(weight * scale)` over inputs, a
 help for computing with shifted activations and no part of the weight; so it is here. `deq_scale` as I64 holds the bits
-of a float32.
+of a float32. Exports whose activations are rotated at run time bring matrices of their own, which no model here has.
 """
 
 import math

@@ -101,6 +101,7 @@ def test_names_of_another_size_are_noted(copy, tiny):
     assert notes[0].startswith("the index says 12 bytes, the model's tensors have ")
 
 
+@pytest.mark.slow
 def test_the_whole_of_kimi_k3_by_names(tmp_path):
     """497,220 names as released, and every number of the fact sheet."""
     config = load_config("kimi-k3")

@@ -671,3 +671,53 @@ def test_sizes_of_one_are_dropped_and_added_by_writers(copy):
     safetensors.torch.save_file(tensors, copy / SINGLE)
     after = load_params(copy, CONFIG)
     assert all(same(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True))
+
+
+# Names.
+
+
+def test_two_names_that_differ_in_a_dot_are_two_tensors(tmp_path):  # case W7
+    """`a.b_c` and `a_b.c` would be one file where dots become underscores."""
+    names = ("self_attention_res.proj_weight", "self_attention_res_proj.weight")
+    specs = {str(i): weight((1, 4), "_ _", source=name) for i, name in enumerate(names)}
+    values = {str(i): torch.full((1, 4), float(i)) for i in range(2)}
+    write_shards(tmp_path, specs, values, torch.bfloat16, 1 << 30)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert audit(specs, checkpoint, torch.bfloat16).ok
+    loaded = load_tree(specs, checkpoint, torch.float32)
+    assert all(torch.equal(loaded[k], values[k]) for k in values)
+
+
+@pytest.mark.parametrize(
+    "prefix, older", [("", False), ("model.", True), ("language_model.", True), ("model.language_model.", False)]
+)  # case W7
+def test_a_checkpoint_under_other_names_is_the_same_model(tmp_path, prefix, older):
+    config, specs, params = small("kimi-k3")
+    write_shards(tmp_path, specs, params, config.dtype, 1 << 40, released_formats(config, specs))
+    before = load_params(tmp_path, config)
+
+    def renamed(name):
+        name = name.replace("language_model.model.", prefix).replace("language_model.lm_head", "lm_head")
+        if older:
+            name = re.sub(r"_res_(proj|norm)\.weight$", r"_res.\1_weight", name)
+            name = name.replace("mm_projector.proj.0", "mm_projector.linear_1")
+            name = name.replace("mm_projector.proj.2", "mm_projector.linear_2")
+        return name
+
+    tensors = {renamed(name): tensor for name, tensor in released(tmp_path).items()}
+    safetensors.torch.save_file(tensors, tmp_path / SINGLE)
+    after = load_params(tmp_path, config)
+    assert all(same(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True))
+
+
+def test_w1_is_gate_w3_is_up_and_w2_is_down(packed):  # case W3
+    folder, config, _, _ = packed
+    if config.model_type != "kimi_k3":
+        return
+    moe = load_params(folder, config).layers[1].moe
+    stored = released(folder)
+    for e in (0, 7, 15):
+        at = f"language_model.model.layers.1.block_sparse_moe.experts.{e}."
+        for name, matrix in (("w1", moe.gate_up[e, 0]), ("w3", moe.gate_up[e, 1]), ("w2", moe.down[e])):
+            parts = {part: stored[f"{at}{name}.{part}"] for part in ("weight_packed", "weight_scale")}
+            assert torch.equal(matrix, formats.unpack("mxfp4", parts, torch.bfloat16))

@@ -149,13 +149,13 @@ def step_graph() -> Builder:
     x = g.data("x", [2, 64])
     slots, lengths = g.data("slots", [2], I32), g.const("ones", [1, 1], I32)
     gate, beta = g.data("gate", [2, 4, 16], F32), g.data("beta", [2, 4])
-    memory = g.state("memory", [3, 4, 16, 16])
+    memory = g.state("memory", [3, 4, 16, 16], BF16)
     q = g.add("q", "MatMul", {"x1": x, "x2": g.weight("wq", [64, 64]), "bias": None}, {"y": ([2, 64], BF16)},
               transpose_x1=False, transpose_x2=True)  # fmt: skip
     heads = g.add("heads", "Reshape", {"x": q, "shape": g.const("shape", [2, 4, 16])}, {"y": ([2, 4, 16], BF16)})
     inputs = {"query": heads, "key": heads, "value": heads, "beta": beta, "state": memory}
     inputs |= {"actual_seq_lengths": lengths, "ssm_state_indices": slots, "g": None, "gk": gate}
-    made = {"out": ([2, 4, 16], BF16), "state": ([3, 4, 16, 16], F32)}
+    made = {"out": ([2, 4, 16], BF16), "state": ([3, 4, 16, 16], BF16)}
     o = g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=0.25)
     flat = g.add("flat", "Reshape", {"x": o, "shape": g.const("shape2", [2, 64])}, {"y": ([2, 64], BF16)})
     normed = g.add("norm", "RmsNorm", {"x": flat, "gamma": g.weight("gamma", [64])},
@@ -343,7 +343,7 @@ def test_an_operator_without_a_kernel_for_the_chip_is_refused_there_only(helpers
     outputs = {"conv_states": ([3, 3, 64], BF16), "y": ([2, 1, 64], BF16)}
     g.add("conv", "CausalConv1d", {"x": x, "weight": w, "conv_states": s}, outputs)
     g.done("conv:1")
-    check(g, helpers, "950dt")
+    check(g, helpers, "950dt", "9.2")
     with pytest.raises(CompileError, match=r"conv: operator CausalConv1d on a3 \(a3\); expected one of its chips: 950"):
         check(g, helpers, "a3")
 
@@ -411,7 +411,7 @@ def test_assign_writes_a_state_after_the_value_that_was_made_of_it(helpers):
 
 def test_a_state_that_should_be_updated_and_is_not_is_refused(helpers):
     g = step_graph()
-    g.op("step").input[4] = g.data("copy", [3, 4, 16, 16], F32)
+    g.op("step").input[4] = g.data("copy", [3, 4, 16, 16])
     with pytest.raises(CompileError, match=r"memory: no operator writes it; expected its next value written in place"):
         check(g, helpers, updated={"memory"})
 
@@ -557,13 +557,15 @@ def test_attributes_of_expert_operators_have_legal_values(helpers, node, attr, v
         check(g, helpers)
 
 
-def recurrent(tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2) -> Builder:
+def recurrent(
+    tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2, state=BF16
+) -> Builder:
     g = Builder()
     keys = g.data("k", [tokens, nk, dk])
     inputs = {"query": keys, "key": keys, "value": g.data("v", [tokens, nv, 16]), "beta": g.data("beta", [tokens, nv])}
-    inputs |= {"state": g.state("s", [slots, nv, 16, dk]), "actual_seq_lengths": g.data("n", [rows], I32)}
+    inputs |= {"state": g.state("s", [slots, nv, 16, dk], state), "actual_seq_lengths": g.data("n", [rows], I32)}
     inputs |= {"ssm_state_indices": g.data("slots", [tokens], I32)}
-    made = {"out": ([tokens, nv, 16], BF16), "state": ([slots, nv, 16, dk], F32)}
+    made = {"out": ([tokens, nv, 16], BF16), "state": ([slots, nv, 16, dk], state)}
     return g.done(g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=1.0))
 
 
@@ -575,12 +577,17 @@ def recurrent(tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: in
         ({"nk": 3}, "3 key heads and 4 value heads; expected a divisor"),
         ({"slots": 1}, "the number of tokens is 2; expected at most 1. The operator wants at least as many slots"),
         ({"tokens": 17, "slots": 32}, "17 tokens of 2 sequences; expected 1 to 8 tokens of each"),
+        ({"state": F32}, "state is F32 in CANN 9.1; expected BF16. A float32 state is taken from CANN 9.2 on."),
     ],
 )
 def test_limits_of_the_recurrent_delta_rule_hold(helpers, change, message):
     check(recurrent(), helpers)
     with pytest.raises(CompileError, match=re.escape(message)):
         check(recurrent(**change), helpers)
+
+
+def test_cann_9_2_takes_a_float32_memory(helpers):
+    check(recurrent(state=F32), helpers, cann="9.2")
 
 
 def absorbed(heads: int = 4, page: int = 128, block: int | None = None, lengths: bool = True, **attrs) -> Builder:

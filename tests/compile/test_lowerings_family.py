@@ -190,7 +190,17 @@ def written() -> Case:
     return Case(write, args, states=("pool",))
 
 
+def stepped() -> Case:
+    args = {"q": rand(3, 1, 4, 16), "k": rand(3, 1, 4, 16), "v": rand(3, 1, 4, 8), "beta": rand(3, 1, 4, dtype=F32)}
+    args |= {"decay": -rand(3, 1, 4, 16, dtype=F32).abs(), "memory": rand(5, 4, 8, 16, dtype=F32)}
+    args |= {"slots": torch.tensor([3, 1, 4], dtype=I32)}
+    args["beta"] = args["beta"].to(BF16).float()  # CANN's operator takes it in bfloat16
+
+    return Case(lambda **x: ops.kda_step(**x, scale=0.25), args, states=("memory",))
+
+
 CASES = {
+    "kda_step": stepped(),
     "rope, neighbours": rotated(5, True),
     "rope, halves": rotated(5, False),
     "rope of one head": rotated(1, True),
@@ -288,6 +298,13 @@ def test_situ_is_one_operator_from_cann_9_2_on(host):
     old = lower(host, CASES["situ"], ("a3", "9.1"))
     assert {"Tanh", "Sigmoid", "Mul", "RealDiv"} <= set(old.types) and "SituGlu" not in old.types
     assert old.choices["SiTU"].reason == "SituGlu is built in since CANN 9.2, this is for 9.1"
+
+
+def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
+    assert "RecurrentGatedDeltaRule" in nodes(host, "kda_step", "a3", "9.2")
+    made = lower(host, CASES["kda_step"], ("a3", "9.1"))
+    assert "RecurrentGatedDeltaRule" not in made.types and "ScatterNdUpdate" in made.types
+    assert "takes a float32 memory since CANN 9.2" in made.choices["recurrent KDA"].reason
 
 
 def test_heads_are_padded_where_the_chip_or_release_wants_powers_of_two_and_the_cost_is_said(host):
