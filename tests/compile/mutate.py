@@ -73,11 +73,11 @@ def mutants(parts: Parts, seed: int, each: int) -> Iterator[tuple[str, str, Part
             if words is not None and words not in seen:
                 seen.add(words)
                 if kind != "graph_entry":
-                    _count_again(mutant)
+                    count_again(mutant)
                 yield kind, words, mutant
 
 
-def _count_again(parts: Parts) -> None:
+def count_again(parts: Parts) -> None:
     """The manifest's counts of nodes, as compile would have written them: they alone would notice most changes."""
     for entry in parts.manifest["graphs"]:
         entry["ops"] = dict(Counter(op.type for op in parts.models[entry["name"]].graph[0].op))

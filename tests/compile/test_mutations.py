@@ -34,7 +34,7 @@ from kimi_graph.compile.verify import (
 )
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.read_config import load_config
-from tests.compile.mutate import Parts, mutants
+from tests.compile.mutate import Parts, count_again, mutants
 
 EACH, SEED = 24, 0  # changes of each kind, 410 in all
 
@@ -162,6 +162,13 @@ def _attribute(type_: str, attribute: str, old: object, new: object) -> Callable
     return change
 
 
+def _type(old: str, new: str) -> Callable[[ModelDef], None]:
+    def change(model: ModelDef) -> None:
+        next(op for op in model.graph[0].op if op.type == old).type = new
+
+    return change
+
+
 SAME = (
     Same(
         "softplus gives way to x itself at the threshold: there the two differ by 2e-9, and no input is so large",
@@ -174,6 +181,12 @@ SAME = (
         ("MoeGatingTopK.eps 9.99",),
         "decode",
         _scaled("MoeGatingTopK", "eps"),
+    ),
+    Same(
+        "MatMulV2 is MatMul with an offset that is not given (BatchMatMulV2 likewise): CANN keeps both",
+        ("MatMul -> ", "MatMulV"),
+        "decode",
+        _type("MatMul", "MatMulV2"),
     ),
     Same(
         "negative_index_support is about negative indices alone, and no token is one",
@@ -196,6 +209,7 @@ def test_a_change_that_means_the_same_is_not_noticed(proof, same):
     changed = proof.parts.copy()
     name = next(n for n, phase in proof.phases.items() if phase == same.phase)
     same.example(changed.models[name])
+    count_again(changed)
     assert air.to_bytes(changed.models[name]) != air.to_bytes(proof.parts.models[name])
     assert proof.noticed(changed) == ""
 
