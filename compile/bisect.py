@@ -106,7 +106,7 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
 def _error(mine: Tensor, value: Tensor, first: int) -> float:
     if mine.numel() != value.numel():
         return float("inf")
-    mine = mine.reshape(value.shape)
+    mine, value = mine.reshape(value.shape), value.double()  # booleans too
     return largest(mine[first:], value[first:]) if first else largest(mine, value)
 
 

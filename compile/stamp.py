@@ -91,7 +91,7 @@ def make_piece(
     _shorten_views(ops)
     writers = [name for name, op in ops.items() if _in_place(op, prototypes)]
     alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
-    own = {name for name in alive if ops[name].type != "Const"}  # constants belong to the whole graph
+    own = {name for name in alive if ops[name].type not in ("Data", "RefData", "Const")}  # those are the whole graph's
     return Piece(
         ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
         inputs={node: name for node, name in inputs.items() if node in alive},
@@ -114,10 +114,13 @@ def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
 
 
 def _left(ops: Mapping[str, OpDef], edge: str, left: set[str]) -> str:
-    """The edge, or what it is a view of, whichever is of a node that is left; else empty."""
+    """What the edge is a view of, or the edge, whichever is of a node that is left; else empty.
+
+    Rather the first: a last view is gone where no other part reads the value.
+    """
     if split_edge(edge)[0] not in ops:  # conversion left it out: a lowering did without the value
         return ""
-    for found in (edge, _origin(ops, edge)):
+    for found in (_origin(ops, edge), edge):
         if split_edge(found)[0] in left:
             return found
     return ""

@@ -1,7 +1,7 @@
 """Operators: each is plain torch in eager code, one node in a captured graph, and one or a few nodes in GE."""
 
 from .attention import attention, latent_attention
-from .base import OPERATORS, Operator, at_least_f32, capturing, donating, operator
+from .base import OPERATORS, Operator, as_f32, at_least_f32, capturing, donating, operator
 from .cache import cache_read, cache_write
 from .contract import contract
 from .full_attention import full_attention
@@ -19,6 +19,7 @@ from .sparse_attention import index_write, select_keys, sparse_attention
 __all__ = [
     "OPERATORS",
     "Operator",
+    "as_f32",
     "at_least_f32",
     "attention",
     "cache_read",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kimi_graph import ops
 from kimi_graph.config import IndexerConfig
-from kimi_graph.ops import at_least_f32, contract
+from kimi_graph.ops import as_f32, at_least_f32, contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
@@ -55,7 +55,7 @@ def select(
         query_BTQ: the attention query's normalised low-rank form. index: `[P, page, K]`, cached keys of all tokens.
     """
     q_BTIK = rotate_front(c, contract("btq,ikq->btik", query_BTQ, p.query), batch)
-    weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * c.heads**-0.5
+    weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * as_f32(c.heads**-0.5)
     return ops.select_keys(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts, c.top_k)
 
 
