@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
 
 TARGETS = "a2, a3, a3-superpod, 950pr, 950dt, 950-superpod"  # for help; the compiler knows and checks them
-CANN_VERSIONS = "8.5, 9.1, 9.2"
+CANN_VERSIONS, CANN_DEFAULT = "8.5, 9.1, 9.2", "9.2"
 PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
@@ -310,7 +310,7 @@ def compile(  # noqa: A001 (the command's name)
     ] = None,
     cann: Annotated[
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
-    ] = "9.1",
+    ] = CANN_DEFAULT,
     weights: Annotated[
         str,
         typer.Option(

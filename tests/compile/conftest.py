@@ -8,7 +8,7 @@ import pytest
 
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
-from kimi_graph.compile.targets import target
+from kimi_graph.compile.targets import CANN_DEFAULT, target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.fixture import make_fixture
 from kimi_graph.read_config import load_config
@@ -36,7 +36,7 @@ def compile_small(small: Path, host: Host) -> Compile:
 
     def run(out: Path | None, **options: Any) -> Any:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
-        profile = target(options.pop("target", "a3"))
+        profile = target(options.pop("target", "a3"), cann=options.pop("cann", CANN_DEFAULT))
         model = options.pop("model", small)
         return compile_model(load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options})
 

@@ -99,11 +99,10 @@ class Proof:
         for moment in self.moments:
             if moment.step.phase != self.phases[name]:
                 continue
-            given = weights | {f"batch.{n}": value for n, value in tree.items(moment.step.batch)}
-            given["tokens"] = moment.step.tokens
+            given = weights | moment.step.named
             states = {s: moment.before[s].view(shapes[s]) for s in executor.states}
             ran = executor.run({n: given[n] for n in executor.inputs}, states, "exact", selections=Selections())
-            used = moment.step.batch.counts > 0
+            used = moment.step.used
             pairs = [(ran.outputs[0][used], moment.logits[used])]
             pairs += [(ran.states[s].view(v.shape)[1:], v[1:]) for s, v in moment.after.items()]
             if not all(largest(mine, theirs) <= EXACT_TOLERANCE for mine, theirs in pairs):
