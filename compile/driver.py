@@ -43,6 +43,11 @@ def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
 
+def legal_phases(config: ModelConfig) -> tuple[str, ...]:
+    """What a model can be compiled for, in the order it is used."""
+    return ("prefill", "decode") if config.vision is None else ("vision", "prefill", "decode")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What to compile.
@@ -74,7 +79,7 @@ class Request:
         for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
-        legal = ("prefill", "decode") if self.config.vision is None else ("vision", "prefill", "decode")
+        legal = legal_phases(self.config)
         if not self.phases or set(self.phases) - set(legal):
             raise CompileError(f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}.")
         if self.page % 16 or not 16 <= self.page <= 1024:
@@ -301,7 +306,7 @@ def compile_model(
     request = Request(
         config=config,
         target=target,
-        phases=phases or (("prefill", "decode") if config.vision is None else ("vision", "prefill", "decode")),
+        phases=legal_phases(config) if phases is None else phases,
         chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
         max_len=length,
         constants=weights == "constant",

@@ -132,9 +132,14 @@ def _enough_layers(config: ModelConfig) -> int:
 # Parts of a config.json, made smaller.
 
 
+def _heads(released: int) -> int:
+    """No power of two where the released number is none: some operators take powers of two, and are given more heads."""
+    return min(released, HEADS - 1 if released & (released - 1) else HEADS)
+
+
 def _text(source: dict[str, Any], layers: int, experts: str, top_k: str) -> dict[str, Any]:
     """What all families have. `experts`, `top_k`: how the file spells these keys."""
-    heads = min(source["num_attention_heads"], HEADS)
+    heads = _heads(source["num_attention_heads"])
     dense, total = source["first_k_dense_replace"], source["num_hidden_layers"]
     groups = _get(source, "n_group", "num_expert_group", default=1)
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
