@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kimi_graph.compile import air, capture, driver, phases
-from kimi_graph.compile.bundle import LOCAL, MANIFEST
+from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump
 from kimi_graph.compile.driver import Request, build_graph, compile_model, convert_piece, legal_phases
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.targets import CANN_DEFAULT, CANN_VERSIONS, target
@@ -34,10 +34,17 @@ def content(folder, leave_out=(LOCAL,)):
 # ---- the same bytes --------------------------------------------------------------------------------------------------
 
 
-def test_another_process_another_hash_seed_and_another_folder_give_the_same_bytes(bundle, small, tmp_path):
+@pytest.mark.parametrize(
+    "name, sizes", [("small", "--max-len 64"), ("kimi-k3.1-pro", "--max-len 96 --patches 16")], ids=["small", "k3.1"]
+)
+def test_another_process_another_hash_seed_and_another_folder_give_the_same_bytes(
+    bundle, family_bundle, tmp_path, name, sizes
+):
+    bundle = bundle if name == "small" else family_bundle(name)
+    source = json.loads((bundle / LOCAL).read_bytes())["checkpoint"]
     wheel = os.environ.get("KIMI_GRAPH_TORCH_NPU_WHEEL")
-    command = [sys.executable, "-m", "kimi_graph", "compile", str(small), "--target", "a3", "-o", "elsewhere/bundle"]
-    sizes = ["--batch", "2", "--chunk", "16", "--max-len", "64", "--page", "16"]
+    command = [sys.executable, "-m", "kimi_graph", "compile", source, "--target", "a3", "-o", "elsewhere/bundle"]
+    sizes = ["--batch", "2", "--chunk", "16", "--page", "16", *sizes.split()]
     environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command + sizes + (["--torch-npu-wheel", wheel] if wheel else []),
@@ -45,6 +52,15 @@ def test_another_process_another_hash_seed_and_another_folder_give_the_same_byte
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "elsewhere/bundle") == content(bundle)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_compiling_again_gives_the_same_manifest_and_with_it_the_same_hashes(family_bundle, host, name):
+    bundle = family_bundle(name)
+    folder = json.loads((bundle / LOCAL).read_bytes())["checkpoint"]
+    sizes = {"batch": 2, "chunk": 16, "max_len": 96, "page": 16, "patches": 16 if small_model(name).vision else None}
+    again = compile_model(load_config(folder), target=target("a3"), out=None, **sizes).manifest
+    assert dump(again) == (bundle / MANIFEST).read_bytes()
 
 
 def test_only_local_json_knows_where_anything_lies(bundle, small):
