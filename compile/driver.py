@@ -1,6 +1,7 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,6 +81,8 @@ class Request:
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
         legal = legal_phases(self.config)
+        if self.config.vision is None and self.patches != Request.patches:
+            raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
         if not self.phases or set(self.phases) - set(legal):
             raise CompileError(f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}.")
         if self.page % 16 or not 16 <= self.page <= 1024:
@@ -264,13 +267,20 @@ class Compiled:
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence",
+                f"memory    {_memory(m)}",
                 f"time      {steps}",
-                *(f"assumed   {line}" for line in m["assumptions"]),
             ]
         )
 
     def to_json(self) -> Any:
         return {"manifest": self.manifest, "seconds": self.clock.seconds}
+
+
+def _memory(m: dict[str, Any]) -> str:
+    """Weights and states beside what a die has."""
+    weights, states, die = (x / 2**30 for x in (m["memory"]["weights"], m["memory"]["states"], m["memory"]["die"]))
+    fits = "" if weights + states <= die else "; NOT ENOUGH for one rank"
+    return f"{weights:,.1f} GiB of weights, {states:,.2f} GiB of states; a die has {die:,.0f} GiB{fits}"
 
 
 def compile_model(
@@ -371,13 +381,19 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
     import kimi_graph
 
     c, b = request.config, graphs[0].bucket
+    state = state_contract(c, b, [g.model for g in graphs])
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
         "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
-        "state": state_contract(c, b, [g.model for g in graphs]),
+        "state": state,
+        "memory": {
+            "weights": sum(w["bytes"] for w in json.loads(files[bundle.WEIGHTS])["weights"].values()),
+            "states": sum(math.prod(s["shape"]) * getattr(torch, s["dtype"]).itemsize for s in state["states"]),
+            "die": request.target.memory_bytes,
+        },
         "graphs": [
             graph_entry(g.bucket, g.model, name, files[name])
             for g in graphs

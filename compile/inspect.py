@@ -136,8 +136,11 @@ def _desc(desc: Any) -> str:
 
 
 def inspect_bundle(folder: Path) -> Contents:
-    """What a bundle holds. Raises BundleError where it is not one, or damaged."""
-    return Contents(open_bundle(folder))
+    """What a bundle holds. Raises BundleError where it is not one, or a graph's file is not what the manifest says."""
+    bundle = open_bundle(folder)
+    for entry in bundle.manifest["graphs"]:
+        bundle.graph_bytes(entry)
+    return Contents(bundle)
 
 
 def inspect_graph(folder: Path, phase: str) -> Nodes:

@@ -453,7 +453,13 @@ def check(
     started = time.perf_counter()
     from kimi_graph.check import check_checkpoint, folder_of
 
-    report = check_checkpoint(checkpoint, _load_config(model or str(folder_of(checkpoint))), weights_format)
+    try:
+        config = _load_config(model or str(folder_of(checkpoint)))
+    except KimiGraphError:
+        if not checkpoint.exists():  # the config beside it is not what is wrong
+            _fail(f"{checkpoint}: does not exist; expected a checkpoint's folder, or its index.")
+        raise
+    report = check_checkpoint(checkpoint, config, weights_format)
     if report.passed or as_json:
         _show(report, as_json=as_json, started=started)
     else:

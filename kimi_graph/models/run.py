@@ -53,7 +53,12 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.f
 
     Args:
         dtype: of every parameter; those that fix float32 stay float32 unless it is float64.
+
+    Raises:
+        ConfigError: a dtype that is no float.
     """
+    if not dtype.is_floating_point:
+        raise ConfigError(f"init_params: dtype: found {dtype}, expected a float such as torch.float32.")
 
     def make(path: str, spec: ParamSpec) -> Tensor:
         fixed = spec.dtype if dtype != torch.float64 else None
@@ -68,7 +73,7 @@ def init_state(
     """An empty state for `batch` sequences of up to `max_len` tokens (rounded up to whole pages).
 
     Args:
-        dtype: of windows and caches; by default a state takes the parameters' dtype when it is first used.
+        dtype: of windows and caches until the state is used: an empty one takes the dtype of the parameters it meets.
 
     Raises:
         ConfigError: `max_len` is over the model's limit, or a number is not positive.
@@ -190,14 +195,13 @@ def prefill(
     """
     if mask is not None and cu_seqlens is not None:
         raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
+    _check_tokens(tokens, "prefill", "[B, T], a row for each sequence", 2)
     move, restore = _layout(tokens, mask, cu_seqlens)
     inner, counts = move(tokens)
     images = None
     if vision is not None:
-        if config.vision is None:
-            raise ConfigError(f"prefill: images were given, but {config.name} has no vision tower.")
-        values = torch.cat([v.to(params.embed.dtype) for v in vision])
-        images = move(layers.vision_rows(tokens, config.vision.placeholder, len(values)))[0], values
+        images = _images(config, tokens, vision, params.embed.dtype)
+        images = move(images[0])[0], images[1]
     logits, after, found = _run(
         config,
         params,
@@ -215,6 +219,28 @@ def prefill(
     else:
         logits = restore(logits)
     return (logits, after) if taps is None else ((logits, after), found)
+
+
+def _check_tokens(tokens: Any, what: str, expected: str, dims: int) -> None:
+    found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+    if not isinstance(tokens, Tensor) or tokens.ndim != dims:
+        raise ConfigError(f"{what}: tokens: found {found}, expected a tensor {expected}.")
+
+
+def _images(
+    config: ModelConfig, tokens: Tensor, vision: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rows and values (see `decoder.forward`) of the pictures of a prefill."""
+    if config.vision is None:
+        raise ConfigError(f"prefill: images were given, but {config.name} has no vision tower.")
+    pictures = list(vision)
+    if isinstance(vision, Tensor) or not all(isinstance(v, Tensor) and v.ndim == 2 for v in pictures) or not pictures:
+        raise ConfigError(
+            f"prefill: vision: expected a list of embeddings [tokens, {config.embed}], one for each picture, as "
+            "encode_image gives them."
+        )
+    rows = layers.vision_rows(tokens, config.vision.placeholder, [len(v) for v in pictures])
+    return rows, torch.cat([v.to(dtype) for v in pictures])
 
 
 def _layout(
@@ -239,8 +265,7 @@ def decode(
     donate: bool = False,
 ) -> Any:
     """One more token for every sequence: `[B]` int64 -> logits `[B, V]` and the next state (see `prefill`)."""
-    if token.ndim != 1:
-        raise ConfigError(f"decode: token has shape {list(token.shape)}; one id per sequence is [B].")
+    _check_tokens(token, "decode", "[B], one id per sequence", 1)
     counts = torch.ones_like(token)
     logits, after, found = _run(
         config, params, token[:, None], state, counts, step=True, last_only=False, taps=taps, donate=donate

@@ -100,3 +100,11 @@ def test_without_sources_nodes_are_listed_without_lines(bundle, tmp_path):
     folder = Path(shutil.copytree(bundle, tmp_path / "b"))
     (folder / SOURCES).unlink()
     assert ".py:" not in inspect_graph(folder, "decode").text()
+
+
+def test_a_graph_that_was_changed_is_not_described(bundle, tmp_path):
+    shutil.copytree(bundle, tmp_path / "b")
+    file = next((tmp_path / "b" / "graphs").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BundleError, match="it was changed or damaged"):
+        inspect_bundle(tmp_path / "b")

@@ -102,6 +102,23 @@ def test_taps_name_what_was_asked_for(config, params, tokens):
     assert logits.shape == (2, 70, config.vocab)
 
 
+@pytest.mark.parametrize("taps", [["layers.*.kda.stat"], "layers.*.kda.stat"], ids=["in a list", "a string"])
+def test_a_tap_that_does_not_exist_names_the_nearest(config, params, tokens, taps):
+    with pytest.raises(ConfigError, match=r"nothing is called 'layers\.\*\.kda\.stat'; the nearest is layers\.\d\.kda\.state"):
+        kg.prefill(config, params, tokens, kg.init_state(config, 2, 70), taps=taps)
+
+
+@pytest.mark.parametrize("bad", [[1, 2, 3], torch.tensor([1, 2, 3])], ids=["a list", "one row"])
+def test_tokens_of_another_form_are_refused_in_words(config, params, bad):
+    with pytest.raises(ConfigError, match=r"prefill: tokens: found .*, expected a tensor \[B, T\]"):
+        kg.prefill(config, params, bad, kg.init_state(config, 1, 16))
+
+
+def test_parameters_of_integers_are_refused(config):
+    with pytest.raises(ConfigError, match=r"found torch\.int8, expected a float"):
+        kg.init_params(config, dtype=torch.int8)
+
+
 def test_generate_is_greedy_decoding_and_rows_do_not_disturb_each_other(config, params):
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
     together = kg.generate(config, params, prompts, max_new_tokens=6, chunk=4)
