@@ -137,9 +137,12 @@ def check_place(folder: Path) -> None:
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
     if folder.is_dir() and (foreign := sorted(p.name for p in folder.iterdir() if p.name not in OWN)):
         raise BundleError(
-            f"{folder}: holds {foreign[0]}, which no bundle has and which would be lost; move it, or choose another folder."
+            f"{folder}: holds {foreign[0]}, which no bundle has and which would be lost; "
+            "move it, or choose another folder."
         )
-    if inside := next((p for p in folder.absolute().parents if (p / MANIFEST).is_file() and (p / WEIGHTS).is_file()), None):
+    if inside := next(
+        (p for p in folder.absolute().parents if (p / MANIFEST).is_file() and (p / WEIGHTS).is_file()), None
+    ):
         raise BundleError(f"{folder}: lies inside the bundle {inside}; choose another folder.")
 
 

@@ -84,7 +84,9 @@ class Request:
         if self.config.vision is None and self.patches != Request.patches:
             raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
         if not self.phases or set(self.phases) - set(legal):
-            raise CompileError(f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}.")
+            raise CompileError(
+                f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}."
+            )
         if self.page % 16 or not 16 <= self.page <= 1024:
             raise CompileError(
                 f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; "
@@ -113,7 +115,6 @@ class Request:
                 f"or {self.rows * sequence_pages + 1} for {self.rows} full sequences."
             )
 
-
     def _images(self) -> int:
         """Rows of image embeddings: one of each merged group of patches."""
         if self.config.vision is None:
@@ -121,7 +122,9 @@ class Request:
         merged = math.prod(self.config.vision.merge)
         if self.patches < merged or self.patches % merged:
             nearest = max(merged, self.patches // merged * merged)
-            raise CompileError(f"--patches {self.patches}: {merged} patches become one token; the nearest is {nearest}.")
+            raise CompileError(
+                f"--patches {self.patches}: {merged} patches become one token; the nearest is {nearest}."
+            )
         return self.patches // merged
 
 
@@ -210,9 +213,7 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     return replace(piece, choices=made.choices)
 
 
-def stamp_graph(
-    config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]], prototypes: Prototypes
-) -> Graph:
+def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]], prototypes: Prototypes) -> Graph:
     """Copy the pieces to their places, in order, and tie them together."""
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
@@ -220,7 +221,7 @@ def stamp_graph(
     for use, piece in placed:
         read = {f"in{i}": name for i, name in enumerate(use.reads)}
 
-        def bind(name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read) -> str:
+        def bind(name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read, values=values) -> str:
             if name in read:
                 return values.get(read[name]) or assembly.input(read[name], op)
             if name.startswith("p."):
@@ -414,7 +415,9 @@ def unproved(graphs: list[Graph]) -> list[str]:
     """What no CPU can show of these graphs, in words."""
     types = {op.type for g in graphs for op in g.model.graph[0].op}
     own = sorted(name for name in types if name in ROWS and ROWS[name].provider == "own")
-    ours = [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
+    ours = (
+        [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
+    )
     return [*UNPROVED, *ours]
 
 

@@ -43,7 +43,11 @@ class Contents:
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g)]
-        for title, points in (("chosen", _choice_lines(m)), ("assumed", m["assumptions"]), ("not proved", m["unproved"])):
+        for title, points in (
+            ("chosen", _choice_lines(m)),
+            ("assumed", m["assumptions"]),
+            ("not proved", m["unproved"]),
+        ):
             if points:
                 lines += ["", title, *(f"  {point}" for point in points)]
         return "\n".join(lines)
@@ -53,7 +57,9 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
     """Which operator does what in which kind of layer, and why; each once, with the graphs it is in."""
     graphs: dict[tuple[str, ...], list[str]] = {}
     for c in manifest["choices"]:
-        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(c["graph"])
+        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(
+            c["graph"]
+        )
     return [
         f"{part}: {kind}: {operator} ({reason}) in {', '.join(dict.fromkeys(where))}"
         for (part, kind, operator, reason), where in graphs.items()

@@ -29,8 +29,9 @@ class Bucket:
 
     Attributes:
         phase: "vision", "prefill" or "decode".
-        rows: sequences. tokens: new tokens a row; patches of a picture. page: tokens of a page. pages: of the pool, null page included.
-        sequence_pages: pages of one sequence. slots: KDA slots, null slot included.
+        rows: sequences. tokens: new tokens a row; patches of a picture. page: tokens of a page.
+        pages: of the pool, null page included. sequence_pages: pages of one sequence.
+        slots: KDA slots, null slot included.
         images: rows of image embeddings that vision gives and prefill takes (models with vision).
     """
 

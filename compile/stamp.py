@@ -69,7 +69,7 @@ def alias_states(
 
 
 def _unread_writers(ops: Mapping[str, OpDef], outputs: Iterable[str], prototypes: Prototypes) -> list[str]:
-    """Control edges to operators that write a state which no output needs: GE drops what NetOutput does not wait for."""
+    """Control edges to operators that write a state no output needs: GE drops what NetOutput does not wait for."""
     alive = _alive(ops, [split_edge(edge)[0] for edge in outputs])
     return [f"{name}:-1" for name, op in ops.items() if name not in alive and _in_place(op, prototypes)]
 

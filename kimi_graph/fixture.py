@@ -133,7 +133,7 @@ def _enough_layers(config: ModelConfig) -> int:
 
 
 def _heads(released: int) -> int:
-    """No power of two where the released number is none: some operators take powers of two, and are given more heads."""
+    """No power of two where the released number is none: some operators take only these, and get more heads."""
     return min(released, HEADS - 1 if released & (released - 1) else HEADS)
 
 

@@ -108,7 +108,9 @@ def test_dimensions_an_operator_is_written_for_are_the_released_ones(name):
 def test_sizes_are_small(name):
     config = small(name)
     assert {m.heads for m in mixers(config, KdaConfig)} <= {4}
-    assert {m.heads for m in mixers(config, MlaConfig)} == {3 if name.startswith("kimi-k3") else 4}  # of 96, of 64 or 128
+    assert {m.heads for m in mixers(config, MlaConfig)} == {
+        3 if name.startswith("kimi-k3") else 4
+    }  # of 96, of 64 or 128
     assert (config.embed, config.vocab) == (256, 512)
     assert {m.query_latent for m in mixers(config, MlaConfig)} == {192}
     for m in mixers(config, MlaConfig):

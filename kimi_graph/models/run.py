@@ -82,7 +82,9 @@ def init_state(
         if value < 1:
             raise ConfigError(f"init_state: {name} is {value}; the smallest is 1.")
     if max_len > config.max_len:
-        raise ConfigError(f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}.")
+        raise ConfigError(
+            f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}."
+        )
     pages = -(-max_len // page)
     specs = state_specs(config, slots=batch + 1, pages=batch * pages + 1, page=page, dtype=dtype or config.dtype)
     return State(
@@ -187,8 +189,8 @@ def prefill(
         donate: the state given may be overwritten (do not use it again): saves a copy of every cache.
 
     Returns:
-        logits `[B, T, V]` (`[1, total, V]` packed, `[B, V]` with `last_only`) and the next state; with `taps`, a pair of
-        that and a dict of the tapped tensors by name.
+        logits `[B, T, V]` (`[1, total, V]` packed, `[B, V]` with `last_only`) and the next state; with `taps`, a pair
+        of that and a dict of the tapped tensors by name.
 
     Raises:
         ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state.
@@ -227,9 +229,7 @@ def _check_tokens(tokens: Any, what: str, expected: str, dims: int) -> None:
         raise ConfigError(f"{what}: tokens: found {found}, expected a tensor {expected}.")
 
 
-def _images(
-    config: ModelConfig, tokens: Tensor, vision: Sequence[Tensor], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _images(config: ModelConfig, tokens: Tensor, vision: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows and values (see `decoder.forward`) of the pictures of a prefill."""
     if config.vision is None:
         raise ConfigError(f"prefill: images were given, but {config.name} has no vision tower.")
@@ -274,7 +274,7 @@ def decode(
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Next tokens `[B]` of logits `[B, V]`: the best at temperature 0, else drawn from the smallest set of mass `top_p`."""
+    """Next tokens `[B]` of logits `[B, V]`: the best at temperature 0, else drawn from the fewest of mass `top_p`."""
     if temperature == 0.0:
         return logits.argmax(-1)
     sorted_, index = (logits.double() / temperature).softmax(-1).sort(-1, descending=True)

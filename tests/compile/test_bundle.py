@@ -156,7 +156,7 @@ def test_files_that_no_bundle_has_are_not_thrown_away(tmp_path):
     (tmp_path / "b").mkdir()
     for name in ("manifest.json", "weights.json", "notes.txt"):
         (tmp_path / "b" / name).write_text("{}")
-    with pytest.raises(BundleError, match="holds notes.txt, which no bundle has and which would be lost"):
+    with pytest.raises(BundleError, match=r"holds notes\.txt, which no bundle has and which would be lost"):
         check_place(tmp_path / "b")
     with pytest.raises(BundleError, match="lies inside the bundle"):
         check_place(tmp_path / "b" / "inner")

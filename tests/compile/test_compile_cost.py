@@ -79,7 +79,7 @@ def places(config: ModelConfig, b: phases.Bucket) -> dict[str, list[Use]]:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_places_own_capture_gives_the_graph_that_stamping_gives(name):
-    """So a part does not depend on the place it was captured at: everywhere in a fixture, and at both ends of a preset."""
+    """So a part does not depend on the place it was captured at: everywhere in a fixture, at both ends of a preset."""
     for config, ends in ((small_model(name), False), (load_config(name), True)):
         for b in driver.Request(config=config, target=target("a3"), rows=2, chunk=16, patches=16).buckets():
             trace = phases.piece_tracer(config, b)

@@ -194,7 +194,10 @@ REFUSED = {
     "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages of 16, .* at least 5, or 9"),
     "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, or 29"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
-    "an unknown phase": ({"phases": ("prefill", "train")}, "--phase 'prefill,train': the phases of small are prefill, decode"),
+    "an unknown phase": (
+        {"phases": ("prefill", "train")},
+        "--phase 'prefill,train': the phases of small are prefill, decode",
+    ),
     "no phase": ({"phases": ()}, "--phase '': the phases of small are prefill, decode"),
     "a length over the model's": ({"max_len": 1_048_577}, "1,048,577, expected 1 to 1,048,576 .* nearest is 1,048,576"),
     "vision without eyes": ({"phases": ("vision",)}, "--phase 'vision': the phases of small are prefill, decode"),

@@ -59,7 +59,9 @@ def test_recipes_survive_json():
 
 
 def test_an_unknown_step_is_refused_with_the_known_ones():
-    with pytest.raises(BundleError, match="'transpose' is not known; known are cast, exp, neg, pack, permute, slice, view"):
+    with pytest.raises(
+        BundleError, match="'transpose' is not known; known are cast, exp, neg, pack, permute, slice, view"
+    ):
         recipe.apply([Step("transpose")], torch.ones(1))
 
 

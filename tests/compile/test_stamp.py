@@ -38,7 +38,10 @@ class Graph:
         return [op for op in self.op if op.name.startswith(place)]
 
 
-PHASES = {name: ("prefill", "decode") if small_model(name).vision is None else ("vision", "prefill", "decode") for name in FAMILY}
+PHASES = {
+    name: ("prefill", "decode") if small_model(name).vision is None else ("vision", "prefill", "decode")
+    for name in FAMILY
+}
 
 
 @pytest.fixture(scope="module", params=[(name, phase) for name in FAMILY for phase in PHASES[name]], ids="-".join)
@@ -62,7 +65,9 @@ def test_names_are_those_of_layers_weights_states_and_inputs(bundle):
         assert sorted(n for n in inputs if n[:2] not in ("p.", "s.")) == sorted(BATCH + mask[entry["phase"]])
         for op in ops:
             if op.type not in ("Data", "RefData", "Const", "NetOutput"):
-                assert re.fullmatch(r"(embed|head|layers\.\d\.(kda|mla|attn_add|dense|moe|ffn_add))/\w+", op.name), op.name
+                assert re.fullmatch(r"(embed|head|layers\.\d\.(kda|mla|attn_add|dense|moe|ffn_add))/\w+", op.name), (
+                    op.name
+                )
 
 
 def test_nodes_are_named_by_their_place_in_the_schedule_and_no_place_is_empty(graph):
@@ -88,7 +93,7 @@ def test_inputs_are_parameters_states_and_what_the_phase_gives(graph):
 
 
 def test_two_places_of_a_part_differ_in_names_alone(graph):
-    """The same nodes in the same order; weights and states of the same leaf; values from elsewhere in the same ports."""
+    """The same nodes in the same order; weights and states of one leaf; values from elsewhere in the same ports."""
 
     def nodes(use):
         place, prefix, elsewhere, found = phases.place_of(use), f"{use.prefix}.", {}, []

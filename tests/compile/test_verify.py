@@ -144,7 +144,8 @@ def test_one_mode_alone_can_be_asked_for(bundle):
 
 def test_another_seed_is_other_tokens_and_passes_too(bundle):
     first, second = (
-        [s.inputs["tokens"].tolist() for s in script(open_bundle(bundle), PRESET, steps=2, seed=seed)] for seed in (0, 1)
+        [s.inputs["tokens"].tolist() for s in script(open_bundle(bundle), PRESET, steps=2, seed=seed)]
+        for seed in (0, 1)
     )
     assert first != second
     assert verify_bundle(bundle, steps=1, modes=("exact",), seed=1).passed
@@ -239,11 +240,15 @@ def test_the_script_of_a_sparse_model_has_more_keys_than_are_selected(family_bun
     steps = list(script(open_bundle(family_bundle(name)), small_model(name), steps=2, seed=0))
     for phase in ("prefill", "decode"):
         before, after = zip(*[
-            (int((s.batch.lengths - s.batch.counts).max()), int(s.batch.lengths.max())) for s in steps if s.phase == phase
+            (int((s.batch.lengths - s.batch.counts).max()), int(s.batch.lengths.max()))
+            for s in steps
+            if s.phase == phase
         ], strict=True)  # fmt: skip
         assert max(after) > top_k
         assert phase == "decode" or any(a < top_k < b for a, b in zip(before, after, strict=True))
-    assert any(0 < int(s.batch.lengths.min()) < top_k < int(s.batch.lengths.max()) for s in steps if s.phase != "vision")
+    assert any(
+        0 < int(s.batch.lengths.min()) < top_k < int(s.batch.lengths.max()) for s in steps if s.phase != "vision"
+    )
 
 
 def test_decode_steps_leave_each_row_empty_once(bundle):

@@ -1,5 +1,7 @@
 """Prefill, decode and generate: every way of reading the same tokens gives the same logits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_packed_sequences_do_not_see_each_other(config, params, tokens):
     logits, state = kg.prefill(config, params, packed, kg.init_state(config, 4, 70), cu_seqlens=bounds)
     assert logits.shape == (1, sum(sizes), config.vocab)
     assert state.lengths.tolist() == sizes
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         alone, _ = kg.prefill(config, params, packed[:, start:end], kg.init_state(config, 1, 70))
         assert differ(logits[:, start:end], alone) < ROUNDING
 
@@ -104,7 +106,9 @@ def test_taps_name_what_was_asked_for(config, params, tokens):
 
 @pytest.mark.parametrize("taps", [["layers.*.kda.stat"], "layers.*.kda.stat"], ids=["in a list", "a string"])
 def test_a_tap_that_does_not_exist_names_the_nearest(config, params, tokens, taps):
-    with pytest.raises(ConfigError, match=r"nothing is called 'layers\.\*\.kda\.stat'; the nearest is layers\.\d\.kda\.state"):
+    with pytest.raises(
+        ConfigError, match=r"nothing is called 'layers\.\*\.kda\.stat'; the nearest is layers\.\d\.kda\.state"
+    ):
         kg.prefill(config, params, tokens, kg.init_state(config, 2, 70), taps=taps)
 
 
@@ -163,7 +167,7 @@ def test_a_used_state_keeps_its_dtype(config, params):
 
 
 def test_a_length_over_the_models_limit_is_refused(config):
-    with pytest.raises(ConfigError, match="1,048,577 .* the largest is 1,048,576"):
+    with pytest.raises(ConfigError, match=r"1,048,577 .* the largest is 1,048,576"):
         kg.init_state(config, 1, 1_048_577)
 
 
