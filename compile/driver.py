@@ -221,7 +221,9 @@ def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piec
     for use, piece in placed:
         read = {f"in{i}": name for i, name in enumerate(use.reads)}
 
-        def bind(name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read, values=values) -> str:
+        def bind(
+            name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read, values=values
+        ) -> str:
             if name in read:
                 return values.get(read[name]) or assembly.input(read[name], op)
             if name.startswith("p."):
@@ -279,9 +281,13 @@ class Compiled:
 
 def _memory(m: dict[str, Any]) -> str:
     """Weights and states beside what a die has."""
-    weights, states, die = (x / 2**30 for x in (m["memory"]["weights"], m["memory"]["states"], m["memory"]["die"]))
+    weights, states, die = (m["memory"][part] for part in ("weights", "states", "die"))
     fits = "" if weights + states <= die else "; NOT ENOUGH for one rank"
-    return f"{weights:,.1f} GiB of weights, {states:,.2f} GiB of states; a die has {die:,.0f} GiB{fits}"
+    return f"{_size(weights)} of weights, {_size(states)} of states; a die has {_size(die)}{fits}"
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def compile_model(

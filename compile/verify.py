@@ -201,7 +201,7 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     table, slots = _scattered(contract, rows, generator)
     room = row_capacity(contract, rows) - (steps if "decode" in phases else 0)
 
-    def batch(*where: Tensor, tokens: int) -> Batch[Tensor]:
+    def batch(where: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int) -> Batch[Tensor]:
         return step_batch(*where, tokens, page, rope=config.rotation, dtype=torch.float64)
 
     before = torch.zeros(rows, dtype=torch.int64)
@@ -210,14 +210,14 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
         here = before + counts > 0  # a sequence that has not come yet has neither slot nor pages
         mine = (table * here[:, None]).int(), (slots * here).int(), before, counts
         images = _image_rows(phases.get("prefill"), config, counts, generator)
-        step = batch(*mine, tokens=chunk)
+        step = batch(mine, chunk)
         yield Step(phase="prefill", inputs={"tokens": tokens, **images}, batch=step, used=counts > 0)
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
         used = (torch.arange(rows) != i % (rows + 1)) | (rows == 1)  # one row after the other stands empty, then none
         mine = (table * used[:, None]).int(), (slots * used).int(), before * used, used.long()
-        yield Step(phase="decode", inputs={"tokens": tokens}, batch=batch(*mine, tokens=1), used=used)
+        yield Step(phase="decode", inputs={"tokens": tokens}, batch=batch(mine, 1), used=used)
         before = before + used
 
 
