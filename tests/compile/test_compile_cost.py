@@ -81,7 +81,8 @@ def places(config: ModelConfig, b: phases.Bucket) -> dict[str, list[Use]]:
 def test_a_places_own_capture_gives_the_graph_that_stamping_gives(name):
     """So a part does not depend on the place it was captured at: everywhere in a fixture, at both ends of a preset."""
     for config, ends in ((small_model(name), False), (load_config(name), True)):
-        for b in driver.Request(config=config, target=target("a3"), rows=2, chunk=16, patches=16).buckets():
+        pictures = {"patches": 16} if config.vision else {}
+        for b in driver.Request(config=config, target=target("a3"), rows=2, chunk=16, **pictures).buckets():
             trace = phases.piece_tracer(config, b)
             for part, uses in places(config, b).items():
                 first, *others = [as_values(trace(use)) for use in (uses[:: max(1, len(uses) - 1)] if ends else uses)]
