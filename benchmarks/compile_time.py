@@ -84,14 +84,14 @@ class Bench:
         from kimi_graph.compile import phases
 
         pieces = {name: self.convert(name, c) for name, c in phases.capture_pieces(self.config, b).items()}
-        return self.stamp(b, [(use, pieces[use.piece]) for use in phases.schedule(self.config)])
+        return self.stamp(b, [(use, pieces[use.part]) for use in phases.uses(self.config, b)])
 
     def every_layer(self, b: Any) -> Any:
         """The same graph, each piece captured and converted anew for every layer."""
         from kimi_graph.compile import phases
 
         trace = phases.piece_tracer(self.config, b)
-        return self.stamp(b, [(use, self.convert(use.piece, trace(use))) for use in phases.schedule(self.config)])
+        return self.stamp(b, [(use, self.convert(use.part, trace(use))) for use in phases.uses(self.config, b)])
 
     def convert(self, name: str, captured: Any) -> Any:
         from kimi_graph.compile import driver
@@ -101,7 +101,7 @@ class Bench:
     def stamp(self, b: Any, placed: list[Any]) -> Any:
         from kimi_graph.compile import driver
 
-        return driver.stamp_graph(self.config, b, placed)
+        return driver.stamp_graph(self.config, b, placed, self.prototypes)
 
     def whole(self, b: Any) -> Any:
         """All layers in one FX graph, after our passes."""
@@ -119,7 +119,7 @@ class Bench:
             "tokens": phases.meta((b.rows, b.tokens), torch.int64),
             "p": phases.meta_params(self.config),
             "s": phases.meta_states(self.config, b),
-            "batch": phases.batch_inputs(b),
+            "batch": phases.batch_inputs(self.config, b),
         }
         return phases.fold_piece(capture(f, args)).captured.module
 

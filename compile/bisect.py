@@ -4,7 +4,7 @@ The model is traced again, piece by piece, as compile did, and each traced call 
 node that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from kimi_graph import tree
 from kimi_graph.config import ModelConfig
+from kimi_graph.models.decoder import Use
 
 from . import recipe
 from .bundle import SOURCES, Bundle, read_json
@@ -20,7 +21,7 @@ from .executor import Node, Selections
 from .manifest import bucket_of
 from .origins import Origins, source_of
 from .passes import Folded
-from .phases import Bucket, capture_pieces, fold_piece, parameter_path, schedule
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
 from .verify import EXACT_TOLERANCE, GraphSide, ModelSide, Step, largest
 
 
@@ -105,11 +106,12 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
 def _error(mine: Tensor, value: Tensor, first: int) -> float:
     if mine.numel() != value.numel():
         return float("inf")
-    mine = mine.reshape(value.shape)
+    mine, value = mine.reshape(value.shape), value.double()  # booleans too
     return largest(mine[first:], value[first:]) if first else largest(mine, value)
 
 
-CARRIERS = frozenset({"Reshape", "Identity", "Transpose", "Cast", "TensorMove"})  # in float64 they change no number
+# They change no number in float64; what an operator is given more of (heads) comes and goes by PadV3 and Slice.
+CARRIERS = frozenset({"Reshape", "Identity", "Transpose", "Cast", "TensorMove", "PadV3", "Slice"})
 
 
 def _suspect(nodes: Mapping[str, Node], name: str, agreed: set[str]) -> Node:
@@ -134,27 +136,52 @@ def _traced(
     """Edges of the graph, the values they should have, and from which row on (slot 0 and page 0 are nobody's)."""
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
-    given = {f"batch.{name}": value for name, value in tree.items(step.batch)} | {"tokens": step.tokens}
-    for use in schedule(config):
-        piece = pieces[use.piece]
+    batch, values = step.named, dict(step.inputs)
+    schedule = uses(config, bucket)
+    for use, unread in zip(schedule, _unread(schedule), strict=True):
+        piece = pieces[use.part]
+        read = {f"in{i}": values[name] for i, name in enumerate(use.reads)}
 
-        def value(name: str, piece: Folded = piece, prefix: str = use.prefix, kind: str = use.piece) -> Tensor:
+        def value(name: str, piece: Folded = piece, use: Use = use, read: dict[str, Tensor] = read) -> Tensor:
             if name.startswith("p."):
                 parameter, steps = piece.weights[name]
-                return recipe.apply(steps, params[parameter_path(config, parameter, prefix)])
+                return recipe.apply(steps, params[parameter_path(config, parameter, use.prefix)])
             if name.startswith("s."):
-                return states[f"s.{prefix}.{kind}.{name.removeprefix('s.')}"]
-            return given[name]
+                return states[state_name(config, use, name.removeprefix("s."))]
+            return batch[name] if name in batch else read[name]
 
         run = _Exact(piece.captured.module)
         with torch.no_grad():
             out = run.run(*map(value, piece.captured.inputs))
-        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
-        edges_of = origins[use.piece]["values"] if use.piece in origins else {}
+        edges_of = origins[use.part]["values"] if use.part in origins else {}
+        needed = _needed(piece, {f"out.{i}" for i, name in enumerate(use.writes) if name in unread})
         after = {id(value) for name, value in zip(piece.captured.outputs, out, strict=True) if name.startswith("s.")}
         for call, results in run.values.items():
-            edges = edges_of.get(call, [])
+            edges = edges_of.get(call, []) if call in needed else []
             for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
                 if edge and isinstance(result, Tensor):
-                    yield where + edge, result, int(id(result) in after)
-        given["x"] = out[0]
+                    yield place_of(use) + edge, result, int(id(result) in after)
+        values |= zip(use.writes, out, strict=False)  # states come after the values
+
+
+def _unread(schedule: Sequence[Use]) -> list[set[str]]:
+    """Of each part, the values it writes that nobody reads before another part writes them again."""
+    wanted, unread = set(schedule[-1].writes), []
+    for use in reversed(schedule):
+        unread.append(set(use.writes) - wanted)
+        wanted = wanted - set(use.writes) | set(use.reads)
+    return unread[::-1]
+
+
+def _needed(piece: Folded, unread: set[str]) -> set[str]:
+    """Calls that an output needs which somebody reads: stamping leaves the others out."""
+    graph = piece.captured.module.graph
+    (results,) = graph.find_nodes(op="output")
+    todo = [n for name, n in zip(piece.captured.outputs, results.args[0], strict=True) if name not in unread]
+    needed: set[str] = set()
+    while todo:
+        node = todo.pop()
+        if node.name not in needed:
+            needed.add(node.name)
+            todo += node.all_input_nodes
+    return needed

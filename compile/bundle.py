@@ -25,6 +25,7 @@ from kimi_graph.files import new_folder
 FORMAT = 1
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
+OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL})
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Bundle:
         for entry in self.manifest["graphs"]:
             if phase in (entry["phase"], entry["name"]):
                 return entry
-        names = [g["name"] for g in self.manifest["graphs"]]
-        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; it has {names}.")
+        phases = ", ".join(g["phase"] for g in self.manifest["graphs"])
+        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; its phases are {phases}.")
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
         """The bytes of a graph's file, checked against the manifest's hash."""
@@ -134,6 +135,15 @@ def check_place(folder: Path) -> None:
     """
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+    if folder.is_dir() and (foreign := sorted(p.name for p in folder.iterdir() if p.name not in OWN)):
+        raise BundleError(
+            f"{folder}: holds {foreign[0]}, which no bundle has and which would be lost; "
+            "move it, or choose another folder."
+        )
+    if inside := next(
+        (p for p in folder.absolute().parents if (p / MANIFEST).is_file() and (p / WEIGHTS).is_file()), None
+    ):
+        raise BundleError(f"{folder}: lies inside the bundle {inside}; choose another folder.")
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def capture(f: Callable[..., Any], args: dict[str, Any]) -> Captured:
         f: returns a dict of trees of tensors; their dotted names are the output names.
         args: trees of meta tensors by argument name.
     """
-    flat, spec = pytree.tree_flatten(args)
+    leaves, spec = pytree.tree_flatten(args)
+    flat = [_plain(x) for x in leaves]  # tracing tells inputs apart by identity: no two may be one object
     names = tuple(name for name, _ in tree.items(args))
     recorder = _Recorder()
     values = [recorder.input(x) for x in flat]

@@ -246,6 +246,10 @@ def operators_hold(graph: View, claims: Claims) -> Iterator[Finding]:
             yield Finding(node.name, "operator", f"operator type {node.type!r}", known)
         elif claims.target.soc not in prototype.socs:
             yield _wrong_chip(node, prototype, claims.target)
+        elif not prototype.is_in(claims.target.soc, claims.target.cann):
+            found = f"operator {node.type} on {claims.target.name} with CANN {claims.target.cann}"
+            release = prototype.since.split()[0]
+            yield Finding(node.name, "release", found, f"CANN {release} or later", f"Compile with --cann {release}.")
         else:
             faults = [*_ports_hold(node, prototype), *_attributes_hold(node, prototype)]
             yield from faults

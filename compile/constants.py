@@ -107,7 +107,7 @@ def write(
         CheckpointError: the checkpoint is not the model's.
     """
     specs = decoder.model_specs(config)
-    audit(specs, checkpoint, config.dtype).check()
+    audit(specs, checkpoint, config.dtype, config).check()
     by_path = dict(tree.items(specs))
     total = sum(entry["bytes"] for entry in plan.values())
     done = 0

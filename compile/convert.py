@@ -21,7 +21,7 @@ from kimi_graph.ops import OPERATORS
 
 from .air import NOTES
 from .ge_proto import GraphDef, ModelDef, OpDef, describe, describe_inputs, is_unfed, split_edge
-from .lower import ATEN, Room, Value
+from .lower import ATEN, Choice, Room, Value
 from .torchair_host import Host
 
 Lowering = Callable[..., Any]
@@ -36,11 +36,13 @@ class Converted:
             (`causal_mask`), all of them even if nobody reads them; NetOutput reads the outputs in order. Every output
             of an FX call is known (shape and dtype); what converters make in between may be unknown.
         sources: file and line by op name. edges: of the results of each FX call, by its name.
+        choices: which operators lowerings chose and why, in the order of the graph.
     """
 
     model: ModelDef
     sources: dict[str, str]
     edges: dict[str, list[str]]
+    choices: tuple[Choice, ...] = ()
 
 
 def default_lowerings() -> dict[Any, Lowering]:
@@ -73,7 +75,8 @@ def convert(
     with host.graph.default_ge_graph(graph), host.shield():
         for node in module.graph.nodes:
             walk.visit(node)
-    return Converted(_finish(ModelDef.FromString(graph.SerializeToString())), walk.sources, walk.edges())
+    model = _finish(ModelDef.FromString(graph.SerializeToString()))
+    return Converted(model, walk.sources, walk.edges(), tuple(walk.room.choices))
 
 
 class _Walk:
@@ -132,7 +135,7 @@ class _Walk:
         where = f"{node.meta.get('source') or self.graph.name}: {node.target}"
         ours = self.lowerings.get(node.target)
         if ours is not None:
-            self.room.result = node.meta["val"]
+            self.room.result, self.room.source = node.meta["val"], node.meta.get("source", "")
             try:
                 return ours(self.room, *args, **kwargs)
             except CompileError as error:

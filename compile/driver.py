@@ -1,9 +1,11 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
 import hashlib
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,6 +16,7 @@ from kimi_graph.checkpoint import Checkpoint, audit
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
+from kimi_graph.models.decoder import Use
 
 from . import air, bundle, constants
 from .capture import Captured
@@ -21,10 +24,12 @@ from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef
+from .lower import Choice
 from .manifest import GENERATED, graph_entry, state_contract, weight_plan
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
-from .phases import Bucket, PieceUse, capture_pieces, fold_piece, parameter_path, schedule
+from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
+from .prototype_rows import ROWS
 from .prototypes import Prototypes
 from .recipe import Step
 from .stamp import Assembly, Piece, alias_states, make_piece
@@ -39,6 +44,11 @@ def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
 
+def legal_phases(config: ModelConfig) -> tuple[str, ...]:
+    """What a model can be compiled for, in the order it is used."""
+    return ("prefill", "decode") if config.vision is None else ("vision", "prefill", "decode")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What to compile.
@@ -46,6 +56,7 @@ class Request:
     Attributes:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
+        patches: of a picture, at most (models with vision).
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
     """
 
@@ -58,6 +69,7 @@ class Request:
     page: int = 128
     pages: int | None = None
     constants: bool = False
+    patches: int = 4096
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -68,8 +80,13 @@ class Request:
         for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
-        if not self.phases or set(self.phases) - {"prefill", "decode"}:
-            raise CompileError(f"--phase {','.join(self.phases)!r}: the phases are prefill, decode, or prefill,decode.")
+        legal = legal_phases(self.config)
+        if self.config.vision is None and self.patches != Request.patches:
+            raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
+        if not self.phases or set(self.phases) - set(legal):
+            raise CompileError(
+                f"--phase {','.join(self.phases)!r}: the phases of {self.config.name} are {', '.join(legal)}."
+            )
         if self.page % 16 or not 16 <= self.page <= 1024:
             raise CompileError(
                 f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; "
@@ -82,9 +99,9 @@ class Request:
         self._check_pages(pages, sequence_pages)
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
-            slots=self.rows + 1,
+            slots=self.rows + 1, images=self._images(),
         )  # fmt: skip
-        sizes = {"decode": 1, "prefill": self.chunk}
+        sizes = {"decode": 1, "prefill": self.chunk, "vision": self.patches}
         return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
 
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
@@ -98,6 +115,18 @@ class Request:
                 f"or {self.rows * sequence_pages + 1} for {self.rows} full sequences."
             )
 
+    def _images(self) -> int:
+        """Rows of image embeddings: one of each merged group of patches."""
+        if self.config.vision is None:
+            return 0
+        merged = math.prod(self.config.vision.merge)
+        if self.patches < merged or self.patches % merged:
+            nearest = max(merged, self.patches // merged * merged)
+            raise CompileError(
+                f"--patches {self.patches}: {merged} patches become one token; the nearest is {nearest}."
+            )
+        return self.patches // merged
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -105,12 +134,14 @@ class Graph:
 
     Attributes:
         weights: parameter and recipe steps of each weight. origins: of each piece, for people and for `bisect`.
+        choices: operators that lowerings chose, by piece.
     """
 
     bucket: Bucket
     model: ModelDef
     weights: dict[str, tuple[str, tuple[Step, ...]]]
     origins: dict[str, Origins]
+    choices: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -142,7 +173,7 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.piece]) for use in schedule(request.config)])
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -178,19 +209,23 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
         node = str(error).partition(" ")[0]
         raise CompileError(f"{made.sources.get(node, name)}: {error}") from error
     origins: Origins = {"lines": made.sources, "values": made.edges}
-    return make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    piece = make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    return replace(piece, choices=made.choices)
 
 
-def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[PieceUse, Piece]]) -> Graph:
+def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]], prototypes: Prototypes) -> Graph:
     """Copy the pieces to their places, in order, and tie them together."""
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
-    x = ""
+    values: dict[str, str] = {}
     for use, piece in placed:
+        read = {f"in{i}": name for i, name in enumerate(use.reads)}
 
-        def bind(name: str, op: OpDef, use: PieceUse = use, piece: Piece = piece, x: str = x) -> str:
-            if name == "x":
-                return x
+        def bind(
+            name: str, op: OpDef, use: Use = use, piece: Piece = piece, read: dict[str, str] = read, values=values
+        ) -> str:
+            if name in read:
+                return values.get(read[name]) or assembly.input(read[name], op)
             if name.startswith("p."):
                 parameter, steps = piece.weights[name]
                 path = parameter_path(config, parameter, use.prefix)
@@ -198,13 +233,15 @@ def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[PieceUse,
                 assert weights.setdefault(full, made) == made, f"{full} is made by {weights[full]} and by {made}"
                 return assembly.input(full, op)
             if name.startswith("s."):
-                return assembly.input(f"s.{use.prefix}.{use.piece}.{name.removeprefix('s.')}", op)
+                return assembly.input(state_name(config, use, name.removeprefix("s.")), op)
             return assembly.input(name, op)
 
-        where = f"{use.prefix}.{use.piece}/" if use.prefix else f"{use.piece}/"
-        out = assembly.stamp(piece, where, bind)
-        x = out.get("x", "")
-    return Graph(b, assembly.finish(out), weights, {use.piece: piece.origins for use, piece in placed})
+        out = assembly.stamp(piece, place_of(use), bind)
+        values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
+    origins = {use.part: piece.origins for use, piece in placed}
+    choices = {use.part: piece.choices for use, piece in placed if piece.choices}
+    model = assembly.finish({name: values[name] for name in placed[-1][0].writes}, prototypes)
+    return Graph(b, model, weights, origins, choices)
 
 
 # ---- the bundle ------------------------------------------------------------------------------------------------------
@@ -233,6 +270,7 @@ class Compiled:
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence",
+                f"memory    {_memory(m)}",
                 f"time      {steps}",
             ]
         )
@@ -241,24 +279,36 @@ class Compiled:
         return {"manifest": self.manifest, "seconds": self.clock.seconds}
 
 
+def _memory(m: dict[str, Any]) -> str:
+    """Weights and states beside what a die has."""
+    weights, states, die = (m["memory"][part] for part in ("weights", "states", "die"))
+    fits = "" if weights + states <= die else "; NOT ENOUGH for one rank"
+    return f"{_size(weights)} of weights, {_size(states)} of states; a die has {_size(die)}{fits}"
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
 def compile_model(
     config: ModelConfig,
     *,
     target: Target,
     out: Path | None,
     checkpoint: Path | None = None,
-    phases: tuple[str, ...] = ("prefill", "decode"),
+    phases: tuple[str, ...] | None = None,
     batch: int | None = None,
     chunk: int | None = None,
     max_len: int | None = None,
     page: int | None = None,
     pages: int | None = None,
+    patches: int | None = None,
     weights: str = "input",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
 ) -> Compiled:
-    """Compile a model into a bundle. See `Request` for the numbers; None takes its default.
+    """Compile a model into a bundle. See `Request` for the numbers; None takes its default (phases: all).
 
     Args:
         out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
@@ -269,11 +319,11 @@ def compile_model(
         KimiGraphError: a request that cannot be met; nothing is written.
     """
     length = min(Request.max_len, config.max_len) if max_len is None else max_len
-    given = {"rows": batch, "page": page, "pages": pages}
+    given = {"rows": batch, "page": page, "pages": pages, "patches": patches}
     request = Request(
         config=config,
         target=target,
-        phases=phases,
+        phases=legal_phases(config) if phases is None else phases,
         chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
         max_len=length,
         constants=weights == "constant",
@@ -285,7 +335,7 @@ def compile_model(
     if request.constants:
         if checkpoint is None:
             raise CompileError(f"--weights constant needs them: {config.name} must be a checkpoint folder.")
-        audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype).check()
+        audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)
@@ -338,20 +388,43 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
     import kimi_graph
 
     c, b = request.config, graphs[0].bucket
+    state = state_contract(c, b, [g.model for g in graphs])
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
         "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
-        "state": state_contract(c, b, [g.model for g in graphs]),
+        "state": state,
+        "memory": {
+            "weights": sum(w["bytes"] for w in json.loads(files[bundle.WEIGHTS])["weights"].values()),
+            "states": sum(math.prod(s["shape"]) * getattr(torch, s["dtype"]).itemsize for s in state["states"]),
+            "die": request.target.memory_bytes,
+        },
         "graphs": [
             graph_entry(g.bucket, g.model, name, files[name])
             for g in graphs
             for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]
         ],
-        "unproved": UNPROVED,
+        "choices": [
+            {"graph": g.bucket.name, "part": part, **asdict(choice)}
+            for g in graphs
+            for part, choices in g.choices.items()
+            for choice in choices
+        ],
+        "assumptions": list(c.assumptions),
+        "unproved": unproved(graphs),
     }
+
+
+def unproved(graphs: list[Graph]) -> list[str]:
+    """What no CPU can show of these graphs, in words."""
+    types = {op.type for g in graphs for op in g.model.graph[0].op}
+    own = sorted(name for name in types if name in ROWS and ROWS[name].provider == "own")
+    ours = (
+        [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
+    )
+    return [*UNPROVED, *ours]
 
 
 def _target_entry(t: Target) -> dict[str, Any]:
@@ -361,5 +434,4 @@ def _target_entry(t: Target) -> dict[str, Any]:
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
-    "KdaChunk, ShortConv and GatedRmsNorm are operators of this project; device kernels for them are not in a bundle.",
 ]

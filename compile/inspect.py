@@ -43,7 +43,27 @@ class Contents:
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g)]
-        return "\n".join([*lines, "", "not proved", *(f"  {point}" for point in m["unproved"])])
+        for title, points in (
+            ("chosen", _choice_lines(m)),
+            ("assumed", m["assumptions"]),
+            ("not proved", m["unproved"]),
+        ):
+            if points:
+                lines += ["", title, *(f"  {point}" for point in points)]
+        return "\n".join(lines)
+
+
+def _choice_lines(manifest: dict[str, Any]) -> list[str]:
+    """Which operator does what in which kind of layer, and why; each once, with the graphs it is in."""
+    graphs: dict[tuple[str, ...], list[str]] = {}
+    for c in manifest["choices"]:
+        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(
+            c["graph"]
+        )
+    return [
+        f"{part}: {kind}: {operator} ({reason}) in {', '.join(dict.fromkeys(where))}"
+        for (part, kind, operator, reason), where in graphs.items()
+    ]
 
 
 def _graph_lines(g: dict[str, Any]) -> list[str]:
@@ -122,8 +142,11 @@ def _desc(desc: Any) -> str:
 
 
 def inspect_bundle(folder: Path) -> Contents:
-    """What a bundle holds. Raises BundleError where it is not one, or damaged."""
-    return Contents(open_bundle(folder))
+    """What a bundle holds. Raises BundleError where it is not one, or a graph's file is not what the manifest says."""
+    bundle = open_bundle(folder)
+    for entry in bundle.manifest["graphs"]:
+        bundle.graph_bytes(entry)
+    return Contents(bundle)
 
 
 def inspect_graph(folder: Path, phase: str) -> Nodes:

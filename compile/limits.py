@@ -104,6 +104,10 @@ def one_of(what: str, found: Any, legal: Sequence[Any], hint: str = "") -> Itera
         yield f"{what} is {_text(found)}", "one of " + ", ".join(map(str, legal)), hint
 
 
+def _release(use: Use) -> tuple[int, ...]:
+    return tuple(map(int, use.target.cann.split(".")))
+
+
 def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
@@ -146,7 +150,7 @@ def _broadcast(*shapes: Shape) -> Shape | None:
 
 
 @limit("Neg", "Exp", "Log", "Sigmoid", "Tanh", "Rsqrt", "Sqrt", "Reciprocal", "Square", "Swish", "Abs", "SoftplusV2",
-       "Identity", "TensorMove", "Cumsum", "SoftmaxV2", "LogicalNot")  # fmt: skip
+       "GeluV2", "Identity", "TensorMove", "Cumsum", "SoftmaxV2", "LogicalNot")  # fmt: skip
 def _(use: Use) -> Iterator[Fault]:
     yield from expect("output", use.made("y"), use.shape("x"))
 
@@ -267,6 +271,40 @@ def _(use: Use) -> Iterator[Fault]:
         yield from expect("output", use.made("y"), (*x[:at], *indices, *x[at + 1 :]))
 
 
+@limit("PadV3")
+def _(use: Use) -> Iterator[Fault]:
+    x, sides = use.shape("x"), use.values("paddings")
+    if x is None or sides is None:
+        return
+    if len(sides) != 2 * len(x) or min(sides, default=0) < 0:
+        yield f"paddings {sides} of {len(x)} dims", f"{2 * len(x)} numbers that are not negative", ""
+    elif use.attr("mode") == "constant" and use.attr("paddings_contiguous"):
+        made = tuple(n + before + after for n, before, after in zip(x, sides[::2], sides[1::2], strict=True))
+        yield from expect("output", use.made("y"), made)
+
+
+@limit("Slice")
+def _(use: Use) -> Iterator[Fault]:
+    x, starts, sizes = use.shape("x"), use.values("offsets"), use.values("size")
+    if x is None or starts is None or sizes is None:
+        return
+    if len(starts) != len(x) or len(sizes) != len(x):
+        yield f"offsets {starts} and size {sizes} of {len(x)} dims", "a number for each dim", ""
+    elif any(a < 0 or n < -1 or a + max(n, 0) > most for a, n, most in zip(starts, sizes, x, strict=True)):
+        yield f"{sizes} elements from {starts} of {_text(x)}", "elements that are there", ""
+
+
+@limit("ScatterNdUpdate")
+def _(use: Use) -> Iterator[Fault]:
+    var, indices, updates = use.shape("var"), use.shape("indices"), use.shape("updates")
+    if var is None or indices is None:
+        return
+    if len(indices) < 2 or not 1 <= indices[-1] <= len(var):
+        yield f"indices {_text(indices)} for var {_text(var)}", f"[.., 1 to {len(var)}], of 2 dims or more", ""
+        return
+    yield from expect("updates", updates, (*indices[:-1], *var[indices[-1] :]))
+
+
 # ---- norms and gates -------------------------------------------------------------------------------------------------
 
 
@@ -282,7 +320,24 @@ def _(use: Use) -> Iterator[Fault]:
         yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
 
 
-@limit("SwiGlu")
+@limit("LayerNormV4")
+def _(use: Use) -> Iterator[Fault]:
+    x, dims = use.shape("x"), use.values("normalized_shape")
+    if x is None or not dims:
+        return
+    if list(x[len(x) - len(dims) :]) != dims:
+        yield f"normalized_shape {dims} of x {_text(x)}", "the last dims of x", ""
+        return
+    for name in ("gamma", "beta"):
+        yield from expect(name, use.shape(name), tuple(dims))
+    if use.dtype("gamma") not in (None, use.dtype("x"), F32):
+        yield "gamma has another dtype than x", "the dtype of x, or F32 (documents of LayerNormV4)", ""
+    statistics = (*x[: len(x) - len(dims)], *[1] * len(dims))
+    for name, made in (("y", x), ("mean", statistics), ("rstd", statistics)):
+        yield from expect(name, use.made(name), made)
+
+
+@limit("SwiGlu", "SituGlu")
 def _(use: Use) -> Iterator[Fault]:
     x, y = use.shape("x"), use.made("y")
     if x is None or not x:
@@ -510,6 +565,10 @@ def _(use: Use) -> Iterator[Fault]:
     if heads % kv_heads:
         yield f"{heads} heads and {kv_heads} key heads", "a multiple", ""
     yield from at_most("the width of query", q.width, 512)
+    yield from at_most("the number of heads", heads, 256)
+    if q.width % 16 and use.dtype("query") in (BF16, F16):
+        nearest = -(-q.width // 16) * 16
+        yield f"the width of query is {q.width}", "a multiple of 16", f"Pad it with zeros to {nearest}."
     yield from expect("attention_out", use.made("attention_out"), _attention_out(use, query))
     if use.dtype("key0") in (BF16, F16) and use.dtype("key0") != use.dtype("query"):
         yield "query and key differ in dtype", "one dtype", ""
@@ -574,7 +633,7 @@ def _pages(use: Use, q: _Heads) -> Iterator[Fault]:
 
 def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault]:
     """MLA over the latent cache: query of 512 channels, one key head."""
-    if tuple(map(int, use.target.cann.split("."))) < (9, 2):
+    if _release(use) < (9, 2):
         yield from one_of(
             "the number of heads over the latent cache", heads, POWERS_OF_TWO, "CANN 9.2 takes any up to 128."
         )
@@ -585,6 +644,145 @@ def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault]
     yield from one_of("sparse_mode over the latent cache", use.attr("sparse_mode"), (0, 3, 4, 9))
     if use.given("actual_seq_lengths") and not (use.attr("input_layout")[:3] == "TND" and q.tokens > q.batch):
         yield "actual_seq_lengths with a query of 512 channels", "none outside layout TND", ""
+
+
+# ---- rotation --------------------------------------------------------------------------------------------------------
+
+
+@limit("RotaryPositionEmbedding")
+def _(use: Use) -> Iterator[Fault]:
+    x, cos, mode = use.shape("x"), use.shape("cos"), use.attr("mode")
+    yield from one_of("mode", mode, (0, 1, 2, 3) if use.target.soc == "950" else (0, 1))
+    yield from expect("sin", use.shape("sin"), cos, "As cos.")
+    if use.given("rotate") and not (use.target.soc != "950" and _release(use) >= (9, 1)):
+        yield "rotate is given", "none", "A2 and A3 take it from CANN 9.1 on."
+    if x is None or cos is None:
+        return
+    yield from expect("y", use.made("y"), x)
+    if len(x) not in (3, 4) or len(cos) != len(x) or any(b not in (1, a) for a, b in zip(x, cos, strict=True)):
+        yield f"x {_text(x)} with cos {_text(cos)}", "3 or 4 dims each, where cos has those of x or 1", ""
+        return
+    if len(x) == 3 and _release(use) < (9, 1):
+        yield f"x of 3 dims in CANN {use.target.cann}", "4 dims", "3 dims are taken from CANN 9.1 on."
+    yield from expect("the width of cos", cos[-1], x[-1], "Each angle once for every channel.")
+    if x[-1] % (4 if mode == 2 else 2):
+        yield f"the width of x is {x[-1]}", "an even number" if mode != 2 else "a multiple of 4", ""
+    if use.target.soc == "950":
+        yield from at_most("the width of x", x[-1], 1024)
+        return
+    yield from at_most("the width of x", x[-1], 894, "A2 and A3 take less than 896.")
+    if mode == 1:  # read as sequences: one angle for each place, the same for all rows and heads
+        rows, heads = (1, x[1]) if len(x) == 3 else (x[0], x[2])
+        expected = (x[0], 1, x[2]) if len(x) == 3 else (1, x[1], 1, x[3])
+        hint = "Interleaved pairs want one sequence's angles; make the rows one sequence."
+        yield from expect("cos", cos, expected, hint)
+        yield from at_most("rows times heads", rows * heads, 999)
+    else:
+        yield from at_most("the number of rows", x[0] if len(x) == 4 else 1, 999)
+        yield from at_most("the number of heads", x[-2], 999)
+
+
+# ---- sparse attention ------------------------------------------------------------------------------------------------
+
+NO_WINDOW = 2**63 - 1
+
+
+def _paged_rows(use: Use, key: str, lengths: str) -> Iterator[Fault]:
+    """What a cache of `[pages, page, 1, width]` needs, for a query of [B, T, heads, width]."""
+    query, pool, table = use.shape("query"), use.shape(key), use.shape("block_table")
+    for name in ("block_table", lengths):
+        if not use.given(name):
+            yield f"a paged cache without {name}", "both it and the lengths", ""
+    if pool is not None:
+        yield from expect(f"heads of {key}", pool[2], 1)
+        if pool[1] % 16 or not 16 <= pool[1] <= 1024:
+            yield f"the page size is {pool[1]}", "a multiple of 16, at most 1,024", ""
+    if query is None:
+        return
+    for name in ("actual_seq_lengths_query", lengths):
+        yield from expect(name, use.shape(name), query[:1])
+    yield from expect("rows of block_table", None if table is None else table[0], query[0])
+
+
+def _no_window(use: Use) -> Iterator[Fault]:
+    yield from one_of("sparse_mode", use.attr("sparse_mode"), (0, 3))
+    for name in ("pre_tokens", "next_tokens"):
+        yield from expect(name, use.attr(name), NO_WINDOW)
+
+
+@limit("LightningIndexer")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_key", use.attr("layout_key"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    count, old = use.attr("sparse_count"), _release(use) < (9, 1)
+    if not (1 <= count <= 2048 or (not old and count % 1024 == 0 and count <= 8192)):
+        expected = "1 to 2,048" + ("" if old else ", or a multiple of 1,024 up to 8,192")
+        yield f"sparse_count is {count}", expected, ""
+    if use.dtype("weights") == F32 and (use.target.soc == "950" or old):
+        yield "weights are F32", "the dtype of query", "A2 and A3 take F32 from CANN 9.1 on, 950 does not."
+    elif use.dtype("weights") not in (use.dtype("query"), F32):
+        yield "weights have another dtype than query", "the dtype of query", ""
+    if (use.attr("layout_query"), use.attr("layout_key")) != ("BSND", "PA_BSND"):
+        return
+    if faults := _ranks(use, query=4, key=4, weights=3, block_table=2):
+        yield from faults
+        return
+    if use.attr("return_values"):
+        yield "return_values with a paged cache", "false", ""
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_key")
+    if query is None or key is None:
+        return
+    rows, tokens, heads, width = query
+    yield from expect("the width of query and key", (width, key[3]), (128, 128))
+    yield from expect("weights", use.shape("weights"), query[:3])
+    if use.target.soc == "950":
+        yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
+    elif old:
+        yield from expect("the number of index heads", heads, 64, "Pad with heads of weight zero.")
+    else:
+        yield from at_most("the number of index heads", heads, 64)
+    yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
+    yield from expect("sparse_values", use.made("sparse_values"), (0,), "There are none without return_values.")
+
+
+@limit("SparseFlashAttention")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_kv", use.attr("layout_kv"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    yield from expect("attention_mode", use.attr("attention_mode"), 2, "Absorbed is the one mode there is.")
+    size = use.attr("sparse_block_size")
+    yield from one_of("sparse_block_size", size, (1,) if use.target.soc == "950" else POWERS_OF_TWO)
+    if use.given("sinks") and (use.target.soc != "950" or _release(use) < (9, 2)):
+        yield "sinks are given", "none", "950 takes them from CANN 9.2 on."
+    for name in ("query_rope", "key_rope"):
+        if not use.given(name):
+            yield f"no {name}", "one, also of a model without rotation", "Its channels go there as they are."
+    if (use.attr("layout_query"), use.attr("layout_kv")) != ("BSND", "PA_BSND"):
+        return
+    if faults := _ranks(use, query=4, key=4, value=4, query_rope=4, key_rope=4, sparse_indices=4, block_table=2):
+        yield from faults
+        return
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_kv")
+    if query is None or key is None:
+        return
+    heads = query[2]
+    yield from expect("the width of query and key", (query[3], key[3]), (512, 512))
+    yield from expect("value", use.shape("value"), key)
+    yield from expect("query_rope", use.shape("query_rope"), (*query[:3], 64))
+    yield from expect("key_rope", use.shape("key_rope"), (*key[:3], 64))
+    indices = use.shape("sparse_indices")
+    yield from expect("sparse_indices", None if indices is None else indices[:3], (*query[:2], 1))
+    if use.target.soc == "950":
+        yield from at_most("the number of heads", heads, 128)
+    else:
+        yield from one_of("the number of heads", heads, POWERS_OF_TWO, "Pad with heads of zeros.")
+    yield from expect("attention_out", use.made("attention_out"), query)
+    for name in ("softmax_max", "softmax_sum"):
+        yield from expect(name, use.made(name), (0,), "There is none without return_softmax_lse.")
 
 
 # ---- linear attention ------------------------------------------------------------------------------------------------
@@ -600,6 +798,8 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or value is None or state is None:
         return
     (tokens, nk, dk), (_, nv, dv) = query, value
+    if use.dtype("state") == F32 and _release(use) < (9, 2):
+        yield f"state is F32 in CANN {use.target.cann}", "BF16", "A float32 state is taken from CANN 9.2 on."
     yield from expect("key", use.shape("key"), query)
     yield from expect("tokens of value", value[0], tokens)
     yield from expect("beta", use.shape("beta"), (tokens, nv))
@@ -679,6 +879,20 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
     yield from _rows(use, q[0])
     yield from expect("o", use.made("o"), v)
+
+
+@limit("AttnResMix")
+def _(use: Use) -> Iterator[Fault]:
+    sources = [d.shape for d in use.node.ins if d.name.startswith("sources")]
+    if not sources:
+        yield "no sources", "at least one", ""
+        return
+    for name, shape in zip((f"sources{i}" for i in range(len(sources))), sources, strict=True):
+        yield from expect(name, shape, sources[0], "All sources have one shape.")
+    last = None if sources[0] is None else sources[0][-1:]
+    for name in ("norm", "query"):
+        yield from expect(name, use.shape(name), last)
+    yield from expect("y", use.made("y"), sources[0])
 
 
 def _rows(use: Use, batch: int) -> Iterator[Fault]:

@@ -25,6 +25,21 @@ CAUSAL_MASK = "causal_mask"
 CAUSAL_MASK_SIZE = 2048  # of CANN's compressed masks, whatever the lengths
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which operator does what, and why not another.
+
+    Attributes:
+        kind: what is computed, in words. operator: GE operator types. reason: in words.
+        source: file and line of the layer that asked for it, "" where not known.
+    """
+
+    kind: str
+    operator: str
+    reason: str
+    source: str = ""
+
+
 @dataclass
 class Room:
     """Lowering room of one graph.
@@ -32,16 +47,22 @@ class Room:
     Attributes:
         target, cann: what the graph is for; a lowering may choose by them.
         result: meta tensor, or a list of them: what the lowered call gives.
-        transposed: by edge, the matrix it is the transpose of.
+        source: file and line of the call being lowered.
+        transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
         extra_inputs: inputs that lowerings have added, by name.
+        choices: what lowerings say they chose, in order, each once.
     """
 
     host: Host
     target: Any
     cann: str
     result: Any = None
+    source: str = ""
     transposed: dict[str, Value] = field(default_factory=dict)
+    reshaped: dict[str, Value] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
+    choices: dict[Choice, None] = field(default_factory=dict)
+    _made: dict[Any, Value] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """torchair's helper for the GE operator `name`; optional inputs that are not given are None.
@@ -52,6 +73,21 @@ class Room:
         if name.startswith("_"):
             raise AttributeError(name)
         return _helper(self.host, name)
+
+    # ---- choosing ----
+
+    @property
+    def soc(self) -> str:
+        """The target's chip family: "a2", "a3" or "950"."""
+        return self.target.soc
+
+    def has(self, release: str) -> bool:
+        """Whether the graph is for this CANN release or a later one."""
+        return version(self.cann) >= version(release)
+
+    def chose(self, kind: str, operator: str, reason: str) -> None:
+        """Remember which operator was taken for what, and why; see `Choice`."""
+        self.choices.setdefault(Choice(kind, operator, reason, self.source))
 
     # ---- what is known of a value ----
 
@@ -81,25 +117,70 @@ class Room:
         made = self.host.ge.Const(values, dtype=Dtype.of_torch(dtype).ge)
         return self.mark(made, torch.tensor(values).shape, dtype)
 
+    def once(self, key: Any, make: Callable[[], Value]) -> Value:
+        """A value made when it is first asked for: values never change, so equal ones are one."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
     def cast(self, x: Value, dtype: torch.dtype) -> Value:
         """`x` in another dtype; itself where it has that dtype."""
         if self.dtype(x) == dtype:
             return x
-        return self.mark(self.host.ge.Cast(x, dst_type=Dtype.of_torch(dtype).ge), self.shape(x), dtype)
+
+        def make() -> Value:
+            return self.mark(self.host.ge.Cast(x, dst_type=Dtype.of_torch(dtype).ge), self.shape(x), dtype)
+
+        return self.once(("Cast", x.tensor, dtype), make)
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """`x` in another shape (no -1); itself where it has that shape."""
+        """`x` in another shape (no -1); itself where it has that shape. A Reshape of a Reshape is one."""
         if x.meta is None:
             return self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
+        x = self.reshaped.get(x.tensor, x)
         if self.shape(x) == tuple(shape):
             return x
-        return self.mark(self.host.ge.Reshape(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
+
+        def make() -> Value:
+            made = self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
+            self.reshaped[made.tensor] = x
+            return self.mark(made, shape, self.dtype(x))
+
+        return self.once(("Reshape", x.tensor, tuple(shape)), make)
 
     def broadcast(self, x: Value, shape: Sequence[int]) -> Value:
         """`x` repeated along dimensions of size one."""
         if self.shape(x) == tuple(shape):
             return x
         return self.mark(self.host.ge.BroadcastTo(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
+
+    def pad(self, x: Value, dim: int, size: int) -> Value:
+        """`x` with zeros after it along `dim`, up to `size`; itself where it has that size."""
+        shape = list(self.shape(x))
+        added, shape[dim] = size - shape[dim], size
+        assert added >= 0, (dim, size, self.shape(x))
+        if not added:
+            return x
+        sides = [0] * (2 * len(shape))
+        sides[2 * (dim % len(shape)) + 1] = added
+        made = self.PadV3(x, self.const(sides, torch.int64))  # zeros where no value is given
+        return self.mark(made, shape, self.dtype(x))
+
+    def first(self, x: Value, dim: int, size: int) -> Value:
+        """The first `size` elements along `dim`; `x` itself where it has no more."""
+        shape = list(self.shape(x))
+        if shape[dim] == size:
+            return x
+        shape[dim] = size
+        made = self.Slice(x, self.const([0] * len(shape), torch.int64), self.const(shape, torch.int64))
+        return self.mark(made, shape, self.dtype(x))
+
+    def concat(self, values: Sequence[Value], dim: int) -> Value:
+        """Values one after another along a dimension counted from the front."""
+        shape = list(self.shape(values[0]))
+        shape[dim] = sum(self.shape(v)[dim] for v in values)
+        made = self.ConcatV2(list(values), self.const(dim, torch.int64), N=len(values))
+        return self.mark(made, shape, self.dtype(values[0]))
 
     def linear(self, x: Value, weight: Value) -> Value:
         """`[M, K]` times `[N, K]` transposed: `[M, N]`; the weight is read as it is stored."""
@@ -147,6 +228,11 @@ class Room:
         for name, value in attrs.items():
             fill_attr(node.attr[name], value)
         return made
+
+
+def version(release: str) -> tuple[int, ...]:
+    """`"9.1"` as numbers that compare."""
+    return tuple(map(int, release.split(".")))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -226,6 +312,12 @@ def _swap(ge: Room, x: Value, first: int, second: int) -> Value:
 @_lowers(aten.softplus.default)
 def _softplus(ge: Room, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     return ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))
+
+
+@_lowers(aten.gelu.default)
+def _gelu(ge: Room, x: Value, *, approximate: str = "none") -> Value:
+    """torchair's converter makes Gelu of both forms, whose prototype does not say which it is."""
+    return ge.GeluV2(x, approximate=approximate)
 
 
 @_lowers(aten.amax.default)

@@ -20,7 +20,7 @@ from kimi_graph.spec import ParamSpec
 from . import recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
-from .phases import Bucket, batch_inputs, meta
+from .phases import Bucket, graph_inputs
 from .recipe import Step
 
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
@@ -56,13 +56,14 @@ def graph_entry(b: Bucket, model: ModelDef, file: str, data: bytes) -> dict[str,
         "phase": b.phase,
         "rows": b.rows,
         "tokens": b.tokens,
+        "images": b.images,
         "file": file,
         "bytes": len(data),
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": [_described(op.output_desc[0], op.name) for op in ops if op.type == "Data" and not is_weight(op)],
         "weights": [op.name for op in ops if is_weight(op)],
         "states": [op.name for op in ops if op.type == "RefData"],
-        "outputs": [_described(desc, "logits") for desc in results],
+        "outputs": [_described(desc, "vision.values" if b.phase == "vision" else "logits") for desc in results],
         "ops": counts,
     }
 
@@ -86,6 +87,7 @@ def bucket_of(manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Bucket:
         pages=s["pages"],
         sequence_pages=s["pages_per_sequence"],
         slots=s["slots"],
+        images=entry["images"],
     )
 
 
@@ -176,7 +178,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
             key: entry[key] for key in ("bytes", "sha256")
         }
         _compare(where, f"graphs.{index}", entry, made)
-        _check_inputs(b, where, entry)
+        _check_inputs(config, b, where, entry)
         _check_numbers(models[entry["name"]], where, entry)
     _check_plan(bundle, config, models.values())
 
@@ -203,10 +205,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _check_inputs(b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
+def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
     """Inputs are those of the bucket's batch, and those that are generated."""
-    tensors = {"tokens": meta((b.rows, b.tokens), torch.int64)}
-    tensors |= {f"batch.{name}": x for name, x in tree.items(batch_inputs(b))}
+    tensors = graph_inputs(c, b)
     known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
     for i in entry["inputs"]:
         if i["name"] not in GENERATED:

@@ -1,7 +1,7 @@
 """Phases and pieces: what is traced once, and which layers it serves.
 
-A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static graph. It is made of pieces: embedding, one
-mixer half per kind, one feed-forward half per kind, head. Each piece is captured once.
+A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static graph. It is made of the parts of the
+model's schedule; each kind of part is captured once.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import LayerConfig, ModelConfig
-from kimi_graph.layers import Batch
+from kimi_graph.config import MlaConfig, ModelConfig, VisionConfig
+from kimi_graph.errors import CompileError
+from kimi_graph.layers import Batch, VisionTables
 from kimi_graph.models import decoder
-from kimi_graph.models.decoder import Block
+from kimi_graph.models.decoder import Use
+from kimi_graph.models.vision import run_vision_part, vision_part_params, vision_schedule
 
 from .capture import Captured, capture
 from .passes import Folded, fold_weights, lower_einsum, simplify
@@ -26,9 +28,11 @@ class Bucket:
     """One static shape.
 
     Attributes:
-        phase: "prefill" or "decode".
-        rows: sequences. tokens: new tokens a row. page: tokens of a page. pages: of the pool, null page included.
-        sequence_pages: pages of one sequence. slots: KDA slots, null slot included.
+        phase: "vision", "prefill" or "decode".
+        rows: sequences. tokens: new tokens a row; patches of a picture. page: tokens of a page.
+        pages: of the pool, null page included. sequence_pages: pages of one sequence.
+        slots: KDA slots, null slot included.
+        images: rows of image embeddings that vision gives and prefill takes (models with vision).
     """
 
     phase: str
@@ -38,6 +42,7 @@ class Bucket:
     pages: int
     sequence_pages: int
     slots: int
+    images: int = 0
 
     @property
     def step(self) -> bool:
@@ -45,6 +50,8 @@ class Bucket:
 
     @property
     def name(self) -> str:
+        if self.phase == "vision":
+            return f"vision_n{self.tokens}"
         return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")
 
 
@@ -52,13 +59,16 @@ def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def batch_inputs(b: Bucket) -> Batch[Tensor]:
+def batch_inputs(c: ModelConfig, b: Bucket) -> Batch[Tensor]:
+    angles = None if c.rotation is None else meta((b.rows, b.tokens, c.rotation[1] // 2), torch.float32)
     return Batch(
         slots=meta((b.rows,), torch.int32),
         lengths=meta((b.rows,), torch.int64),
         counts=meta((b.rows,), torch.int64),
         block_table=meta((b.rows, b.sequence_pages), torch.int32),
         slot_mapping=meta((b.rows * b.tokens,), torch.int64),
+        cos=angles,
+        sin=angles,
     )
 
 
@@ -71,49 +81,116 @@ def meta_states(c: ModelConfig, b: Bucket) -> tuple[Any, ...]:
     return tree.map(lambda s: meta(s.shape, s.dtype), specs)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PieceUse:
-    """A piece at its place: `layer` is the layer's number, None for embedding and head."""
-
-    piece: str
-    layer: int | None = None
-
-    @property
-    def prefix(self) -> str:
-        """Of the layer's names (`layers.3`)."""
-        return "" if self.layer is None else f"layers.{self.layer}"
+def uses(c: ModelConfig, b: Bucket) -> tuple[Use, ...]:
+    """The parts of the whole graph, in order."""
+    if b.phase == "vision":
+        return vision_schedule(_vision(c))
+    sparse = decoder.is_sparse(c, b.sequence_pages * b.page)
+    return decoder.schedule(c, sparse=sparse, vision=c.vision is not None and not b.step)
 
 
-def schedule(c: ModelConfig) -> list[PieceUse]:
-    """The pieces of the whole model, in order."""
-    uses = [PieceUse(piece="embed")]
-    for i, layer in enumerate(c.layers):
-        uses += [PieceUse(piece=kind, layer=i) for kind in layer.kinds]
-    return [*uses, PieceUse(piece="head")]
+def _vision(c: ModelConfig) -> VisionConfig:
+    if c.vision is None:
+        raise CompileError(f"{c.name} has no vision tower; its phases are prefill and decode.")
+    return c.vision
 
 
-def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[PieceUse], Captured]:
-    """A function that captures a piece at its place. Input names: `x`, `tokens`, `batch.*`, `p.*`, `s.*`."""
-    params, states, batch = meta_params(c), meta_states(c, b), batch_inputs(b)
-    x = meta((b.rows, b.tokens, c.embed), c.dtype)
+def step_inputs(c: ModelConfig, b: Bucket) -> dict[str, Any]:
+    """What every part may read of a step, by its name in the graph: `batch`, or `tables` of a picture."""
+    if b.phase != "vision":
+        return {"batch": batch_inputs(c, b)}
+    v, f32 = _vision(c), torch.float32
+    angles = meta((b.tokens, v.head_dim // 2), f32)
+    rows, columns = (meta((b.tokens, size), f32) for size in v.grid)
+    count = meta((1,), torch.int64)
+    return {"tables": VisionTables(rows=rows, columns=columns, cos=angles, sin=angles, time=None, count=count)}
 
-    def trace(use: PieceUse) -> Captured:
-        if use.layer is None:
-            return _capture_embed(params, b) if use.piece == "embed" else _capture_head(c, params, x, batch, b)
-        layer, block = c.layers[use.layer], params.layers[use.layer]
-        if use.piece == layer.kinds[0]:
-            return _capture_mix(c, layer, block, x, states[use.layer], batch, b)
-        return _capture_feed(c, layer, block, x)
 
-    return trace
+def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[Use], Captured]:
+    """A function that captures a part at its place.
+
+    Input names: `in0`, `in1` ... for the values it reads, `batch.*` or `tables.*`, `p.*`, `s.*`; outputs `out.0` ...
+    and `s.*`.
+    """
+    shapes, inputs = _value_shapes(c, b), step_inputs(c, b)
+    trace = _vision_part(c, b) if b.phase == "vision" else _text_part(c, b)
+
+    def capture_at(use: Use) -> Captured:
+        f, params, state = trace(use)
+        given = {f"in{i}": shapes(name) for i, name in enumerate(use.reads)}
+        return capture(f, {**given, "p": params, "s": state, **inputs})
+
+    return capture_at
+
+
+Traceable = tuple[Callable[..., dict[str, Any]], Any, Any]  # a function, its parameters and its state
+
+
+def _text_part(c: ModelConfig, b: Bucket) -> Callable[[Use], Traceable]:
+    params, states = meta_params(c), meta_states(c, b)
+    how = decoder.How(step=b.step, last_only=not b.step)
+
+    def part(use: Use) -> Traceable:
+        def f(p: Any, s: Any, batch: Batch[Tensor], **given: Tensor) -> dict[str, Any]:
+            values = [given[f"in{i}"] for i in range(len(given))]
+            results, after = decoder.run_part(use, c, p, values, s, batch, how)
+            if use.part == "head":
+                results = [results[0].flatten(0, 1)]
+            return {"out": results, "s": {} if after is None else after}
+
+        mixes = use.layer is not None and decoder.mixer_part(c.layers[use.layer]) == use.part
+        return f, decoder.part_params(use, params), states[use.layer] if mixes and use.layer is not None else {}
+
+    return part
+
+
+def _vision_part(c: ModelConfig, b: Bucket) -> Callable[[Use], Traceable]:
+    v, params = _vision(c), meta_params(c).vision
+
+    def part(use: Use) -> Traceable:
+        def f(p: Any, s: Any, tables: VisionTables[Tensor], in0: Tensor) -> dict[str, Any]:
+            return {"out": [run_vision_part(use, v, p, in0, tables)]}
+
+        return f, vision_part_params(use, params), {}
+
+    return part
+
+
+def _value_shapes(c: ModelConfig, b: Bucket) -> Callable[[str], Tensor]:
+    """The meta tensor a value is."""
+    tokens = meta((b.rows, b.tokens), torch.int64)
+    top_k = [m.indexer.top_k for m in (x.mixer for x in c.layers) if isinstance(m, MlaConfig) and m.indexer]
+
+    def shape(name: str) -> Tensor:
+        if name in ("tokens", "vision.rows"):
+            return tokens
+        if name == "vision.values":
+            return meta((b.images, c.embed), c.dtype)
+        if name == "vision.patches":
+            return meta((b.tokens, 3 * _vision(c).patch ** 2), c.dtype)
+        if b.phase == "vision":
+            return meta((b.tokens, _vision(c).embed), c.dtype)
+        if name == "selected":
+            return meta((b.rows, b.tokens, top_k[0]), torch.int32)
+        return meta((b.rows, b.tokens, c.embed), c.dtype)
+
+    return shape
+
+
+def graph_inputs(c: ModelConfig, b: Bucket) -> dict[str, Tensor]:
+    """Every input a graph of the bucket may have, besides weights, states and generated ones."""
+    shapes, schedule = _value_shapes(c, b), uses(c, b)
+    written = {name for use in schedule for name in use.writes}
+    values = {name: shapes(name) for use in schedule for name in use.reads if name not in written}
+    return values | dict(tree.items(step_inputs(c, b)))
 
 
 def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:
-    """Every piece the model needs, captured where it is used first."""
+    """Every kind of part the model needs, captured where it is used first."""
     trace = piece_tracer(c, b)
-    first: dict[str, PieceUse] = {}
-    for use in schedule(c):
-        first.setdefault(use.piece, use)
+    first: dict[str, Use] = {}
+    for use in uses(c, b):
+        first.setdefault(use.part, use)
     return {name: trace(use) for name, use in first.items()}
 
 
@@ -130,32 +207,12 @@ def parameter_path(config: ModelConfig, name: str, prefix: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
-def _capture_embed(params: decoder.Decoder[Tensor], b: Bucket) -> Captured:
-    tokens = meta((b.rows, b.tokens), torch.int64)
-    f = lambda tokens, p: {"x": decoder.embed(p["embed"], tokens)}  # noqa: E731
-    return capture(f, {"tokens": tokens, "p": {"embed": params.embed}})
+def state_name(config: ModelConfig, use: Use, leaf: str) -> str:
+    """Name of a part's state in a graph: `s.layers.3.kda.memory`."""
+    assert use.layer is not None
+    return f"s.{use.prefix}.{config.layers[use.layer].kinds[0]}.{leaf}"
 
 
-def _capture_mix(
-    c: ModelConfig, layer: LayerConfig, block: Block[Tensor], x: Tensor, state: Any, batch: Batch[Tensor], b: Bucket
-) -> Captured:
-    def f(x: Tensor, p: Block[Tensor], s: Any, batch: Batch[Tensor]) -> dict[str, Any]:
-        y, after = decoder.mix(p, c, layer, x, s, batch, step=b.step)
-        return {"x": y, "s": after}
-
-    half: Any = tree.replace(block, ffn_norm=None, dense=None, moe=None)
-    return capture(f, {"x": x, "p": half, "s": state, "batch": batch})
-
-
-def _capture_feed(c: ModelConfig, layer: LayerConfig, block: Block[Tensor], x: Tensor) -> Captured:
-    half: Any = tree.replace(block, mixer_norm=None, kda=None, mla=None)
-    return capture(lambda x, p: {"x": decoder.feed(p, c, layer, x)}, {"x": x, "p": half})
-
-
-def _capture_head(c: ModelConfig, params: Any, x: Tensor, batch: Batch[Tensor], b: Bucket) -> Captured:
-    def f(x: Tensor, p: dict[str, Tensor], batch: Batch[Tensor]) -> dict[str, Any]:
-        last = x if b.step else decoder.last_token(x, batch.counts)
-        return {"logits": decoder.head(p["norm"], p["head"], c, last).flatten(0, 1)}
-
-    weights = {"norm": params.norm, "head": params.embed if params.head is None else params.head}
-    return capture(f, {"x": x, "p": weights, "batch": batch})
+def place_of(use: Use) -> str:
+    """What the names of a part's nodes start with."""
+    return f"{use.prefix}.{use.part}/" if use.prefix else f"{use.part}/"

@@ -26,7 +26,8 @@ class Row:
 
     Attributes:
         ins, outs, attrs, same, more: see the module's notation.
-        socs: families with a kernel. since: first CANN release that has it, "" where not established.
+        socs: families with a kernel.
+        since: first CANN release that has it, "" where not established; `"9.1 950"` is of that family alone.
         provider: "cann" (built in), "ge" (structure of a graph), "own" (a kernel of this project).
         source: where the row is from.
     """
@@ -94,6 +95,14 @@ BASIC = [
     *_basic("Equal NotEqual Less LessEqual Greater GreaterEqual", same="x1 x2"),
     *_basic("LogicalAnd LogicalOr LogicalNot"),
     *_basic("Neg Exp Log Sigmoid Tanh Rsqrt Sqrt Reciprocal Square Swish Abs", same="x y"),
+    *_basic("GeluV2", same="x y", more="x y: F32/F16/BF16", source=_BOTH),
+    *_basic(
+        "LayerNormV4",
+        same="x y; gamma beta; mean rstd",
+        more="x y gamma beta: F32/F16/BF16\nnormalized_shape: INDEX\nmean rstd: F32",
+        source=_BOTH,
+    ),
+    *_basic("PadV3", same="x constant_values y"),
     *_basic("SoftplusV2", same="x y", more="x y: BF16", source="torchair's helper, and the registration in ops-nn"),
     *_basic("ReduceSum ReduceMax ReduceMean Cumsum", same="x y"),
     *_basic("Identity ExpandDims", same="x y", more="x y: ALL", source=_BOTH),
@@ -142,6 +151,7 @@ _NARROW = "HIF8/E5M2/E4M3"
 _QKV = f"I8/F16/BF16/{_NARROW}"
 _KV = f"{_QKV}/E2M1/E1M2/I4"
 _CACHE = f"F16/BF16/F32/I8/U8/I16/U16/I32/U32/{_NARROW}/E2M1/E1M2"
+_INT64_MAX = 2**63 - 1
 _TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 1"
 
 FUSED = [
@@ -320,7 +330,71 @@ FUSED = [
         """,
         outs="out: BF16; state: BF16/F32",
         attrs="scale_value: Float = 1.0",
+        since="9.1 950",
         source=_TRANSFORMER,
+    ),
+    Row(
+        type="RotaryPositionEmbedding",
+        ins="x cos sin rotate?: F32/F16/BF16",
+        outs="y: F32/F16/BF16",
+        attrs="mode: Int = 0",
+        same="x cos sin y",
+        source=_TRANSFORMER + "; CANN 8.5 has it without `rotate`",
+    ),
+    Row(
+        type="LightningIndexer",
+        ins="""
+            query key: BF16/F16
+            weights: BF16/F16/F32
+            actual_seq_lengths_query? actual_seq_lengths_key? block_table?: I32
+        """,
+        outs="sparse_indices: I32; sparse_values: BF16/F16",
+        attrs=f"""
+            layout_query: String = "BSND"
+            layout_key: String = "BSND"
+            sparse_count: Int = 2048
+            sparse_mode: Int = 3
+            pre_tokens: Int = {_INT64_MAX}
+            next_tokens: Int = {_INT64_MAX}
+            return_values: Bool = false
+        """,
+        same="query key sparse_values",
+        since="9.1 950",
+        source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+    ),
+    Row(
+        type="SparseFlashAttention",
+        ins="""
+            query key value: BF16/F16
+            sparse_indices: I32
+            block_table? actual_seq_lengths_query? actual_seq_lengths_kv?: I32
+            query_rope? key_rope?: BF16/F16
+            sinks?: F32
+        """,
+        outs="attention_out: BF16/F16; softmax_max softmax_sum: F32",
+        attrs=f"""
+            scale_value: Float
+            sparse_block_size: Int = 1
+            layout_query: String = "BSND"
+            layout_kv: String = "BSND"
+            sparse_mode: Int = 3
+            pre_tokens: Int = {_INT64_MAX}
+            next_tokens: Int = {_INT64_MAX}
+            attention_mode: Int = 0
+            return_softmax_lse: Bool = false
+        """,
+        same="query key value query_rope key_rope attention_out",
+        since="9.1 950",
+        source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+    ),
+    Row(
+        type="SituGlu",
+        ins="x: F32/F16/BF16",
+        outs="y: F32/F16/BF16",
+        attrs="dim: Int = -1; beta: Float = 1.0; linear_beta: Float = 0.0; activate_left: Bool = true",
+        same="x y",
+        since="9.2",
+        source=_NN,
     ),
     Row(
         type="CausalConv1d",
@@ -333,6 +407,7 @@ FUSED = [
         attrs='activation_mode: String = "silu"; null_block_id: Int = 0',
         same="x weight conv_states bias y",
         socs="950",
+        since="9.2",
         source=_TRANSFORMER,
     ),
 ]
@@ -366,6 +441,15 @@ OWN = [
         same="q k v o",
         provider="own",
         source="the reference kda_chunk",
+    ),
+    Row(
+        type="AttnResMix",
+        ins=f"sources[] norm query: {_REAL}",
+        outs=f"y: {_REAL}",
+        attrs="eps: Float",
+        same="sources y",
+        provider="own",
+        source="the reference residual_mix",
     ),
 ]
 

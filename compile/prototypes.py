@@ -118,11 +118,20 @@ class Prototype:
     provider: str = "cann"
     source: str
 
+    def is_in(self, soc: str, cann: str) -> bool:
+        """Whether a CANN release has the operator for a chip family; true where that is not established."""
+        release, *families = self.since.split() or ["0"]
+        return bool(families and soc not in families) or _version(cann) >= _version(release)
+
     @functools.cached_property
     def inplace(self) -> dict[str, str]:
         """Outputs that are written into an input's buffer: output name to input name, which are the same for GE."""
         names = {port.name for port in self.inputs}
         return {port.name: port.name for port in self.outputs if port.name in names}
+
+
+def _version(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
 
 
 class Prototypes:

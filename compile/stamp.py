@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .ge_proto import ModelDef, OpDef, set_attr, split_edge
+from .lower import Choice
 from .origins import Origins
 from .prototypes import Prototypes
 from .recipe import Step
@@ -24,6 +25,7 @@ class Piece:
         inputs: dotted name of each Data and RefData node. outputs: edge of each output that is not a state.
         weights: for each `p.` input, the parameter it is made of and the recipe steps.
         origins: source line of each node, traced value of each edge.
+        choices: which operators lowerings chose, and why.
     """
 
     ops: tuple[OpDef, ...]
@@ -31,6 +33,7 @@ class Piece:
     outputs: Mapping[str, str]
     weights: Mapping[str, tuple[str, tuple[Step, ...]]]
     origins: Origins
+    choices: tuple[Choice, ...] = ()
 
 
 def alias_states(
@@ -61,7 +64,14 @@ def alias_states(
     del results.input[:], results.input_desc[:]
     results.input.extend(keep.values())
     results.input_desc.extend(descs)
+    results.input.extend(_unread_writers(ops, keep.values(), prototypes))
     return keep
+
+
+def _unread_writers(ops: Mapping[str, OpDef], outputs: Iterable[str], prototypes: Prototypes) -> list[str]:
+    """Control edges to operators that write a state no output needs: GE drops what NetOutput does not wait for."""
+    alive = _alive(ops, [split_edge(edge)[0] for edge in outputs])
+    return [f"{name}:-1" for name, op in ops.items() if name not in alive and _in_place(op, prototypes)]
 
 
 def make_piece(
@@ -81,7 +91,7 @@ def make_piece(
     _shorten_views(ops)
     writers = [name for name, op in ops.items() if _in_place(op, prototypes)]
     alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
-    own = {name for name in alive if ops[name].type != "Const"}  # constants belong to the whole graph
+    own = {name for name in alive if ops[name].type not in ("Data", "RefData", "Const")}  # those are the whole graph's
     return Piece(
         ops=tuple(op for name, op in ops.items() if name in alive and op.type != "NetOutput"),
         inputs={node: name for node, name in inputs.items() if node in alive},
@@ -104,8 +114,13 @@ def _origin(ops: Mapping[str, OpDef], edge: str) -> str:
 
 
 def _left(ops: Mapping[str, OpDef], edge: str, left: set[str]) -> str:
-    """The edge, or what it is a view of, whichever is of a node that is left; else empty."""
-    for found in (edge, _origin(ops, edge)):
+    """What the edge is a view of, or the edge, whichever is of a node that is left; else empty.
+
+    Rather the first: a last view is gone where no other part reads the value.
+    """
+    if split_edge(edge)[0] not in ops:  # conversion left it out: a lowering did without the value
+        return ""
+    for found in (_origin(ops, edge), edge):
         if split_edge(found)[0] in left:
             return found
     return ""
@@ -201,8 +216,15 @@ class Assembly:
             self.body.append(copy)
         return {name: edges.get(e) or prefix + e for name, e in piece.outputs.items()}
 
-    def finish(self, outputs: Mapping[str, str]) -> ModelDef:
-        """The model: inputs, weights, states, numbered in this order; the body; NetOutput reading `outputs`."""
+    def finish(self, outputs: Mapping[str, str], prototypes: Prototypes) -> ModelDef:
+        """The model: inputs, weights, states, numbered in this order; the body; NetOutput reading `outputs`.
+
+        Nodes that nothing needs are left out: a selection, say, that no later layer reuses.
+        """
+        ops = self.inputs | {op.name: op for op in self.body}
+        writers = [op.name for op in self.body if _in_place(op, prototypes)]
+        alive = _alive(ops, [split_edge(edge)[0] for edge in outputs.values()] + writers)
+        self.body = [op for op in self.body if op.name in alive]
         model = ModelDef()
         graph = model.graph.add(name=self.name)
         graph.op.extend(sorted(self.inputs.values(), key=lambda op: (op.type == "RefData", op.name.startswith("p."))))
@@ -217,5 +239,6 @@ class Assembly:
             desc = net.input_desc.add()
             desc.CopyFrom(producers[node].output_desc[output])
             desc.name = f"input{index}"
+        net.input.extend(_unread_writers(producers, outputs.values(), prototypes))
         graph.output.extend(outputs.values())
         return model

@@ -11,6 +11,7 @@ from kimi_graph.errors import CompileError
 
 GIB = 2**30
 CANN_VERSIONS = ("8.5", "9.1", "9.2")
+CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 memory: before it KDA's step is composed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ _PROFILES = {
 TARGETS = tuple(_PROFILES)
 
 
-def target(name: str, *, cann: str = "9.1", soc_version: str | None = None) -> Target:
+def target(name: str, *, cann: str = CANN_DEFAULT, soc_version: str | None = None) -> Target:
     """The profile of a target.
 
     Args:

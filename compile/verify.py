@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_params
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import MlaConfig, ModelConfig
 from kimi_graph.errors import BundleError, VerifyError
-from kimi_graph.layers import Batch, step_batch
+from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
@@ -40,11 +40,25 @@ Notify = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of the script, the same for model and graph."""
+    """One step of the script, the same for model and graph.
+
+    Attributes:
+        inputs: values that no part of the model writes: `tokens`, `vision.rows` and `vision.values`, or
+            `vision.patches`.
+        batch: where the rows stand; or a picture's tables, in the vision phase.
+        used: which rows of the result count; the others are padding.
+    """
 
     phase: str
-    tokens: Tensor
-    batch: Batch[Tensor]
+    inputs: dict[str, Tensor]
+    batch: Any
+    used: Tensor
+
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """All a graph reads besides weights and states."""
+        what = "tables" if self.phase == "vision" else "batch"
+        return self.inputs | {f"{what}.{name}": x for name, x in tree.items(self.batch)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,28 +189,72 @@ def generated_inputs(plan: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterator[Step]:
-    """Prefill chunks that read unequal prompts, then `steps` decode steps, for the phases the bundle has."""
+    """Pictures, then prefill chunks that read unequal prompts, then `steps` decode steps, as the bundle has phases."""
     contract = bundle.manifest["state"]
     phases = {g["phase"]: g for g in bundle.manifest["graphs"]}
     rows = next(iter(phases.values()))["rows"]
     generator = torch.Generator().manual_seed(seed)
+    if "vision" in phases:
+        yield from _pictures(phases["vision"], config, generator)
     page = contract["page_tokens"]
     chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, contract["tokens_per_sequence"])
     table, slots = _scattered(contract, rows, generator)
     room = row_capacity(contract, rows) - (steps if "decode" in phases else 0)
+
+    def batch(where: tuple[Tensor, Tensor, Tensor, Tensor], tokens: int) -> Batch[Tensor]:
+        return step_batch(*where, tokens, page, rope=config.rotation, dtype=torch.float64)
+
     before = torch.zeros(rows, dtype=torch.int64)
-    for counts in prompt_chunks(rows, chunk, room):
+    for counts in prompt_chunks(rows, chunk, room, _top_k(config) + chunk // 2 + 1):
         tokens = torch.randint(config.vocab, (rows, chunk), generator=generator)
         here = before + counts > 0  # a sequence that has not come yet has neither slot nor pages
         mine = (table * here[:, None]).int(), (slots * here).int(), before, counts
-        yield Step(phase="prefill", tokens=tokens, batch=step_batch(*mine, chunk, page))
+        images = _image_rows(phases.get("prefill"), config, counts, generator)
+        step = batch(mine, chunk)
+        yield Step(phase="prefill", inputs={"tokens": tokens, **images}, batch=step, used=counts > 0)
         before = before + counts
     for i in range(steps if "decode" in phases else 0):
         tokens = torch.randint(config.vocab, (rows, 1), generator=generator)
         used = (torch.arange(rows) != i % (rows + 1)) | (rows == 1)  # one row after the other stands empty, then none
         mine = (table * used[:, None]).int(), (slots * used).int(), before * used, used.long()
-        yield Step(phase="decode", tokens=tokens, batch=step_batch(*mine, 1, page))
+        yield Step(phase="decode", inputs={"tokens": tokens}, batch=batch(mine, 1), used=used)
         before = before + used
+
+
+def _top_k(config: ModelConfig) -> int:
+    """Keys a sparse layer keeps; 0 in dense models."""
+    mixers = [layer.mixer for layer in config.layers]
+    return max((m.indexer.top_k for m in mixers if isinstance(m, MlaConfig) and m.indexer), default=0)
+
+
+def _image_rows(
+    entry: dict[str, Any] | None, config: ModelConfig, counts: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Some tokens stand for rows of random image embeddings, in models with vision."""
+    if config.vision is None or entry is None:
+        return {}
+    images, shape = entry["images"], (len(counts), entry["tokens"])
+    rows = torch.randint(images + 1, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.5)
+    values = torch.randn(images, config.embed, generator=generator, dtype=torch.float64)
+    return {"vision.rows": rows, "vision.values": values}
+
+
+def _pictures(entry: dict[str, Any], config: ModelConfig, generator: torch.Generator) -> Iterator[Step]:
+    """Two pictures of random patches: one that fills the bucket, and a narrow one."""
+    v, room = config.vision, entry["tokens"]
+    assert v is not None
+    down, across = v.merge
+    most = room // (down * across)
+    side = max(1, math.isqrt(most))
+    for height, width in ((side, most // side), (1, max(1, most // 3))):
+        grid = (1, height * down, width * across)
+        patches = torch.randn(math.prod(grid), 3 * v.patch**2, generator=generator, dtype=torch.float64)
+        yield Step(
+            phase="vision",
+            inputs={"vision.patches": arrange_patches(v, patches, grid, room)},
+            batch=vision_tables(v, grid, room, torch.float64),
+            used=torch.arange(most) < height * width,
+        )
 
 
 def row_capacity(contract: dict[str, Any], rows: int) -> int:
@@ -204,13 +262,21 @@ def row_capacity(contract: dict[str, Any], rows: int) -> int:
     return min(contract["tokens_per_sequence"], (contract["pages"] - 1) // rows * contract["page_tokens"])
 
 
-def prompt_chunks(rows: int, chunk: int, room: int) -> Iterator[Tensor]:
-    """New tokens `[rows]` of each prefill step: whole and partial chunks, one token, none, a row that comes later."""
+def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Tensor]:
+    """New tokens `[rows]` of each prefill step: whole and partial chunks, one token, none, a row that comes later.
+
+    The first row goes on to `longest` tokens, so that a selection of keys leaves something out.
+    """
     before = torch.zeros(rows, dtype=torch.int64)
     for wanted in ((chunk, 0, chunk - 3), (chunk // 2 + 1, chunk, 0), (1, 1, 1)):
         counts = torch.tensor([wanted[r % 3] for r in range(rows)]).clamp(min=0).minimum(room - before)
         if bool(counts.any()):
             yield counts
+        before = before + counts
+    while int(before[0]) < min(longest, room):
+        counts = torch.zeros_like(before)
+        counts[0] = min(chunk, min(longest, room) - int(before[0]))
+        yield counts
         before = before + counts
 
 
@@ -238,11 +304,23 @@ class ModelSide:
         self.states = tree.map(lambda s: torch.zeros(s.shape, dtype=torch.float64), specs)
 
     def step(self, step: Step) -> Tensor:
-        """Logits `[rows, vocab]` of each row's last token; the states move on."""
+        """Logits `[rows, vocab]` of each row's last token, and the states move on; or a picture's embeddings."""
         decode = step.phase == "decode"
         with torch.no_grad():
+            if step.phase == "vision":
+                vision = self.config.vision
+                assert vision is not None
+                return vision_forward(self.params.vision, vision, step.inputs["vision.patches"], step.batch)
+            images = [x for name, x in step.inputs.items() if name != "tokens"]
             logits, self.states = decoder.forward(
-                self.params, self.config, step.tokens, self.states, step.batch, step=decode, last_only=not decode
+                self.params,
+                self.config,
+                step.inputs["tokens"],
+                self.states,
+                step.batch,
+                step=decode,
+                last_only=not decode,
+                vision=(images[0], images[1]) if images else None,
             )
         return logits[:, 0]
 
@@ -259,7 +337,7 @@ class GraphSide:
     """The bundle's graphs in the executor."""
 
     def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
-        self.mode = mode
+        self.mode, self.dtype = mode, params.embed.dtype
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
@@ -281,8 +359,9 @@ class GraphSide:
     def step(self, step: Step, selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
         executor = self.graphs[step.phase]
-        given = self.inputs[step.phase] | {f"batch.{name}": value for name, value in tree.items(step.batch)}
-        given["tokens"] = step.tokens
+        given = self.inputs[step.phase] | step.named
+        if self.mode == "native":
+            given = {name: _narrow(name, x, self.dtype) for name, x in given.items()}
         missing = [name for name in executor.inputs if name not in given]
         if missing:
             raise BundleError(f"graph {step.phase}: nobody knows what its input {missing[0]!r} is.")
@@ -296,6 +375,13 @@ class GraphSide:
         """Start from the model's states."""
         for name, value in states.items():
             self.states[name].copy_(value.view(self.states[name].shape))
+
+
+def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 input of the script in the graph's own dtype: angles and tables float32, pictures the model's."""
+    if name in ("vision.values", "vision.patches"):
+        return x.to(dtype)
+    return x.float() if x.dtype == torch.float64 and name.startswith(("batch.", "tables.")) else x
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
@@ -386,8 +472,10 @@ def compare(
         for mode, side in graphs.items():
             found = side.step(step, chosen if mode == "exact" else chosen.replay())
             where = f"step {index} ({step.phase})"
-            used = step.batch.counts > 0
-            comparisons[mode].add("logits", where, found[used], logits[used])
+            what = "embeddings" if step.phase == "vision" else "logits"
+            comparisons[mode].add(what, where, found[step.used], logits[step.used])
+            if step.phase == "vision":
+                continue
             for name, value in model.named_states().items():
                 mine = side.states[name].reshape(value.shape)
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's

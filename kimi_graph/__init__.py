@@ -24,7 +24,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
-    from .models import count_parameters, decode, generate, init_params, init_state, prefill
+    from .models import (
+        count_parameters,
+        decode,
+        encode_image,
+        generate,
+        init_params,
+        init_state,
+        parameter_counts,
+        prefill,
+    )
     from .read_config import load_config
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
@@ -32,11 +41,13 @@ _FOLDERS = ("compile", "errors", "layers", "models", "ops", "parallel", "tree")
 _HOMES = {
     "count_parameters": "models",
     "decode": "models",
+    "encode_image": "models",
     "generate": "models",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
     "load_params": "checkpoint",
+    "parameter_counts": "models",
     "prefill": "models",
 }
 
@@ -45,6 +56,7 @@ __all__ = [
     "compile",
     "count_parameters",
     "decode",
+    "encode_image",
     "errors",
     "generate",
     "init_params",
@@ -55,6 +67,7 @@ __all__ = [
     "models",
     "ops",
     "parallel",
+    "parameter_counts",
     "prefill",
     "tree",
 ]

@@ -1,19 +1,19 @@
 """Checkpoints: safetensors files with the released names, read through a memory map and strict both ways.
 
-A file is 8 bytes (length of the header, little-endian), the header (JSON: name -> dtype, shape, data_offsets counted
-from the header's end) and the data. Opening a checkpoint reads headers alone; a tensor's bytes are read by whoever
-touches them.
-Source: https://github.com/huggingface/safetensors, section "Format".
+Opening a checkpoint reads headers alone (`headers.py`); a tensor's bytes are read by whoever touches them. Quantised
+weights (`formats.py`) become plain tensors as they are read, one at a time.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
 import mmap
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,38 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tree
+from . import formats, tree
+from .audit import DESCRIPTION, Audit, audit_names
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
+from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, counted, read_headers
 from .models import Block, Decoder, model_specs
-from .read_config import parse_json, read_json
+from .naming import Names
+from .read_config import read_json
 from .spec import ParamSpec
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-MAX_INDEX = 1 << 30  # bytes; the index of Kimi K3 with 497,220 tensors has about 60 MB
-SHOWN = 8  # names a message lists
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
 # A mapping is private and writable: torch warns of read-only memory, and no write may reach the file. Linux refuses
 # one that is larger than the machine's memory (a shard of Kimi K3 has 16 GB) unless MAP_NORESERVE (0x4000) says that
 # hardly any of it will be written.
@@ -60,17 +39,6 @@ _COPY_ON_WRITE: dict[str, int] = {"access": mmap.ACCESS_COPY}
 if sys.platform == "linux":
     _COPY_ON_WRITE = {"flags": mmap.MAP_PRIVATE | 0x4000, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a tensor lies: bytes `begin` to `end` of `file`."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -94,21 +62,13 @@ class Checkpoint:
             CheckpointError: no checkpoint there; an index that leads out of the folder or does not agree with its
                 files; a file that is cut short or whose header cannot be meant.
         """
-        folder = Path(folder)
-        if not folder.is_dir():
-            found = "is a file" if folder.exists() else "does not exist"
-            raise CheckpointError(f"{folder}: {found}; expected a checkpoint's folder.")
-        folder = folder.resolve()
-        index, single = folder / INDEX, folder / SINGLE
-        if index.exists() and single.exists():
-            raise CheckpointError(f"{folder}: found both {INDEX} and {SINGLE}; delete the one that is not meant.")
-        if single.exists():
-            return Checkpoint(folder, read_header(_inside(folder, SINGLE)))
-        if not index.exists():
-            some = sorted(p.name for p in folder.glob("*.safetensors"))
-            hint = f"; there are {len(some)} files such as {some[0]}, but no index" if some else ""
-            raise CheckpointError(f"{folder}: found neither {INDEX} nor {SINGLE}{hint}.")
-        return Checkpoint(folder, _read_indexed(folder))
+        folder = Path(folder).resolve()
+        return Checkpoint(folder, read_headers(folder))
+
+    @functools.cached_property
+    def names(self) -> Names:
+        """For finding the model's tensors, however they are spelled."""
+        return Names(self.tensors)
 
     def read(self, name: str) -> Tensor:
         """The tensor as it is stored: a view of the mapped file. Writing to it changes this process's copy only.
@@ -134,177 +94,24 @@ class Checkpoint:
         return self._maps[file]
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """The path of a file that is named by an index: a plain name, and really in the folder."""
-    if name != Path(name).name or name in ("", "..") or "\\" in name or "\0" in name:
-        raise CheckpointError(f"{folder / INDEX}: file name {name!r}; expected a plain name of a file in this folder.")
-    path = folder / name
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file, but the index names it.")
-    home = path.resolve().parent
-    # The Hugging Face cache keeps models/snapshots/<revision>/<name> as links to models/blobs/<hash>.
-    cached = folder.parent.name == "snapshots" and home == folder.parent.parent / "blobs"
-    if home != folder and not cached:
-        raise CheckpointError(f"{path}: a link to {home}, outside the checkpoint; put the file itself into the folder.")
-    return path
-
-
-def _read_indexed(folder: Path) -> dict[str, Stored]:
-    index = folder / INDEX
-    weight_map = read_json(index, MAX_INDEX, CheckpointError).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and file names.")
-    named: dict[str, set[str]] = {}
-    for tensor, file in weight_map.items():
-        named.setdefault(file, set()).add(tensor)
-    paths = {_inside(folder, file): names for file, names in sorted(named.items())}
-    tensors: dict[str, Stored] = {}
-    for path, names in paths.items():
-        found = read_header(path)
-        if absent := names - found.keys():
-            raise CheckpointError(f"{path}: {_names('tensors that the index puts here are not', absent)}")
-        if extra := found.keys() - names:
-            raise CheckpointError(f"{path}: {_names('tensors are here that the index does not put here', extra)}")
-        tensors |= found
-    return tensors
-
-
-def read_header(path: Path) -> dict[str, Stored]:
-    """Where the tensors of one file lie, checked to be exactly its bytes.
-
-    Raises:
-        CheckpointError: naming the file, and the tensor if one is at fault.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as f:
-        start = f.read(8)
-        if len(start) < 8:
-            raise CheckpointError(f"{path}: {size} bytes, cut short: a safetensors file starts with 8 bytes of length.")
-        (length,) = struct.unpack("<Q", start)
-        if length > min(MAX_HEADER, size - 8):
-            raise CheckpointError(
-                f"{path}: a header of {length:,} bytes in a file of {size:,} (at most {MAX_HEADER:,}): "
-                "cut short, or not a safetensors file."
-            )
-        header = parse_json(f.read(length), f"{path} (header)", CheckpointError)
-    header.pop("__metadata__", None)
-    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
-    at = 8 + length
-    for name, t in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if t.end > size:
-            raise CheckpointError(f"{path}: {name}: ends at byte {t.end:,} of {size:,}: the file is cut short.")
-        if t.begin != at:
-            fault = "overlaps another tensor" if t.begin < at else "leaves a gap before it"
-            raise CheckpointError(f"{path}: {name}: starts at byte {t.begin:,}, expected {at:,}: it {fault}.")
-        at = t.end
-    if at != size:
-        raise CheckpointError(f"{path}: {size - at:,} bytes after the last tensor belong to none.")
-    return tensors
-
-
-def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
-    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path}: {name}: expected dtype, shape and data_offsets, found {str(entry)[:80]}.")
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise CheckpointError(f"{path}: {name}: unknown dtype {str(code)[:40]!r}; known are {', '.join(DTYPES)}.")
-    if not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
-        raise CheckpointError(
-            f"{path}: {name}: shape {str(shape)[:40]} or data_offsets {str(offsets)[:40]} are not sizes."
-        )
-    begin, end = offsets
-    expected = math.prod(shape) * DTYPES[code].itemsize
-    if end - begin != expected:
-        raise CheckpointError(
-            f"{path}: {name}: data_offsets hold {end - begin:,} bytes, {code} {shape} has {expected:,}."
-        )
-    return Stored(path, DTYPES[code], tuple(shape), base + begin, base + end)
-
-
-def _sizes(x: Any) -> bool:
-    return isinstance(x, list) and all(type(i) is int and 0 <= i < 2**63 for i in x)
-
-
 # Against a model.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """How the tensors of a checkpoint differ from those of a model; each list has a line per tensor."""
-
-    folder: Path
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    shapes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not (self.missing or self.unexpected or self.shapes or self.dtypes)
-
-    def __str__(self) -> str:
-        kinds = (
-            ("missing, the model needs them", self.missing),
-            ("unexpected, the model has no such parameter", self.unexpected),
-            ("of a wrong shape", self.shapes),
-            ("of a wrong dtype", self.dtypes),
-        )
-        lines = [f"{self.folder}: {_names(f'tensors {kind}', found)}" for kind, found in kinds if found]
-        return "\n".join(lines) or f"{self.folder}: every tensor is as the model needs it."
-
-    def check(self) -> None:
-        """Raises:
-        CheckpointError: the checkpoint differs.
-        """
-        if not self.ok:
-            raise CheckpointError(str(self))
-
-
-def _names(what: str, names: Iterable[str]) -> str:
-    names = list(names) if isinstance(names, Sequence) else sorted(names)
-    more = [f"... and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return f"{len(names)} {what}:" + "".join(f"\n    {name}" for name in names[:SHOWN] + more)
-
-
-# Released in float32 or in the model's dtype: both are read. By the end of the name, for what has no fixed dtype.
-EITHER = ("conv1d.weight", "o_norm.weight")
-
-
-def _stored_dtypes(spec: ParamSpec, name: str, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What a tensor may be stored in, the released dtype first."""
-    if spec.dtype is not None:
-        return (spec.dtype, dtype)
-    return (dtype, torch.float32) if name.endswith(EITHER) else (dtype,)
-
-
-def audit(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Audit:
-    """Compare headers with a tree of specs: both must name the same tensors, of the same shapes and dtypes.
+def audit(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelConfig | None = None) -> Audit:
+    """Compare headers with a tree of specs: both must have the same tensors, of the same shapes and dtypes.
 
     Args:
         dtype: the model's, of every parameter that does not fix its own.
+        config: tells draft layers, which are not read; what it says of quantised weights is held against the file.
     """
-    missing, shapes, dtypes, wanted = [], [], [], set()
-    for _, spec in tree.items(specs):
-        for name in spec.source:
-            assert name not in wanted, f"two parameters read {name}"
-            wanted.add(name)
-            found = checkpoint.tensors.get(name)
-            if found is None:
-                missing.append(name)
-                continue
-            if found.shape != spec.stored:
-                shapes.append(f"{name}: found {list(found.shape)}, expected {list(spec.stored)}")
-            legal = _stored_dtypes(spec, name, dtype)
-            if found.dtype not in legal:
-                either = " or ".join(dict.fromkeys(CODES[d] for d in legal))
-                dtypes.append(f"{name}: found {CODES[found.dtype]}, expected {either}")
-    return Audit(
-        folder=checkpoint.folder,
-        missing=tuple(missing),
-        unexpected=tuple(sorted(checkpoint.tensors.keys() - wanted)),
-        shapes=tuple(shapes),
-        dtypes=tuple(dtypes),
-    )
+    described = read_description(checkpoint.folder)
+    return audit_names(specs, checkpoint.tensors, checkpoint.names, dtype, checkpoint.folder, config, described)
+
+
+def read_description(folder: Path) -> dict[str, Any] | None:
+    """What msModelSlim says of a folder's tensors; None where it did not write them."""
+    file = folder / DESCRIPTION
+    return read_json(file, MAX_INDEX, CheckpointError) if file.is_file() else None
 
 
 def param_dtype(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
@@ -321,7 +128,8 @@ def load_params(
     """The parameters of a model, as a `Decoder` of tensors.
 
     A parameter of one stored tensor is a view of the mapped file where dtypes agree: it takes no memory until it is
-    used, and writing to it does not change the file. One of several tensors (experts) is a new tensor.
+    used, and writing to it does not change the file. One of several tensors (experts) is a new tensor, and so is one
+    that is stored quantised; see `formats.unpack` for how exact that is.
 
     Args:
         source: a checkpoint, or its folder.
@@ -330,7 +138,8 @@ def load_params(
             fields are None), embedding, last norm and head are None.
 
     Raises:
-        CheckpointError: the checkpoint is not this model's; every difference is counted (see `audit`).
+        CheckpointError: the checkpoint is not this model's; every difference is counted (see `audit`). A tensor holds
+            what it may not: a scale that is NaN, padding that is not zero.
         ConfigError: a layer the model does not have, or a `dtype` that is not a float.
     """
     dtype = dtype or config.dtype
@@ -338,7 +147,10 @@ def load_params(
         raise ConfigError(f"load_params: dtype {dtype}; expected float64, float32, bfloat16 or float16.")
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     specs = model_specs(config)
-    audit(specs, checkpoint, config.dtype).check()
+    found = audit(specs, checkpoint, config.dtype, config)
+    found.check()
+    for line in found.disagreements:
+        log.info("%s: %s", checkpoint.folder, line)
     if layers is not None:
         specs = _only(specs, set(layers))
     return load_tree(specs, checkpoint, dtype)
@@ -350,7 +162,7 @@ def _only(specs: Decoder[ParamSpec], wanted: set[int]) -> Decoder[ParamSpec]:
         raise ConfigError(f"load_params: layers={beyond}: the model has the layers 0 to {count - 1}.")
     nothing = dict.fromkeys(f.name for f in dataclasses.fields(Block))
     kept = tuple(layer if i in wanted else Block(**nothing) for i, layer in enumerate(specs.layers))
-    return tree.replace(specs, embed=None, layers=kept, norm=None, head=None)
+    return tree.replace(specs, embed=None, layers=kept, out_res=None, norm=None, head=None, vision=None)
 
 
 def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
@@ -359,26 +171,116 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     def load(spec: ParamSpec) -> Tensor:
         to = param_dtype(spec, dtype)
         if len(spec.source) == 1:
-            return checkpoint.read(spec.source[0]).to(to).view(spec.shape)
+            return _plain(spec, spec.source[0], checkpoint, to).view(spec.shape)
         whole = torch.empty((len(spec.source), *spec.stored), dtype=to)
         for part, name in zip(whole, spec.source, strict=True):
-            part.copy_(checkpoint.read(name))
+            part.copy_(_plain(spec, name, checkpoint, to))
         return whole.view(spec.shape)
 
     return tree.map(load, specs)
 
 
+def load_packed(spec: ParamSpec, checkpoint: Checkpoint, to: str) -> dict[str, Tensor]:
+    """The parts of a parameter in a format of `formats.py`, one stored tensor in memory at a time.
+
+    What the checkpoint stores in that format is taken as it is. Parts of a stack of matrices (experts) have its leading
+    dimensions, parts of another parameter those of the stored tensor.
+    """
+    if spec.padding or len(spec.stored) != 2:
+        raise CheckpointError(f"{spec.source[0]}: {list(spec.stored)} is not a matrix to be stored as {to}.")
+    lead = spec.shape[:-2] if spec.shape[-2:] == spec.stored else ()
+    wholes = {
+        part: torch.empty((len(spec.source), *shape), dtype=dtype)
+        for part, (dtype, shape) in formats.layout(to, spec.stored).items()
+    }
+    for i, name in enumerate(spec.source):
+        place, parts = _parts(name, checkpoint)
+        with _naming(name):
+            made = formats.pack(to, parts[""]) if place is None else formats.convert(place, parts, to)
+        for part, whole in wholes.items():
+            whole[i] = made[part]
+    return {part: x.view(*lead, *x.shape[1:]) for part, x in wholes.items()}
+
+
+def _parts(name: str, checkpoint: Checkpoint) -> tuple[str | None, dict[str, Tensor]]:
+    """Format and parts of one of the model's tensors as the checkpoint stores it; the part "" is a plain tensor."""
+    place = checkpoint.names.find(name)
+    if place is None:
+        raise CheckpointError(f"{checkpoint.folder}: there is no tensor {name!r}.")
+    if place.format is None:
+        return None, {"": checkpoint.read(place.names[0])}
+    parts = (part.name for part in formats.FORMATS[place.format].parts)
+    return place.format, {part: checkpoint.read(n) for part, n in zip(parts, place.names, strict=True)}
+
+
+def _plain(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """One of the model's tensors, dequantised, its elements those of the parameter in order."""
+    form, parts = _parts(name, checkpoint)
+    with _naming(name):
+        if form is not None:
+            return formats.unpack(form, parts, dtype)
+        whole = parts[""]
+        if spec.padding:
+            whole = _without_padding(spec, whole.reshape(-1))
+        return whole.to(dtype).view(spec.stored if not spec.padding else spec.shape)
+
+
+def _without_padding(spec: ParamSpec, flat: Tensor) -> Tensor:
+    kept = flat[: spec.numel]
+    for i in flat[spec.numel :].nonzero().view(-1).tolist():
+        raise CheckpointError(
+            f"{len(flat)} elements for a parameter of {spec.numel}: those after it must be zero, but element "
+            f"{spec.numel + i} is {float(flat[spec.numel + i])}."
+        )
+    return kept
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as e:
+        raise CheckpointError(f"{name}: {e}") from None
+
+
 # Writing.
 
 
+def released_formats(config: ModelConfig, specs: Any) -> dict[str, str]:
+    """Format of every parameter that the released checkpoint stores quantised, by its path.
+
+    What the config says does not decide it (it says more than is so): mxfp4 and int4 are formats of routed experts, fp8
+    of all matrices but embedding, head, router and the indexer's weights.
+    Source: fact sheet of models, sections 2.2, 5.2 and 6.1.
+    """
+    if config.quant is None:
+        return {}
+    form = config.quant.format
+    return {path: form for path, spec in tree.items(specs) if _quantised(form, spec)}
+
+
+def _quantised(form: str, spec: ParamSpec) -> bool:
+    name = spec.source[0]
+    if form != "fp8":
+        return ".experts." in name
+    plain = ("embed_tokens.weight", "lm_head.weight", ".gate.weight", "weights_proj.weight")
+    return len(spec.stored) == 2 and name.endswith(".weight") and not name.endswith(plain)
+
+
 def save_checkpoint(
-    folder: str | Path, specs: Any, params: Any, config: ModelConfig, max_shard_bytes: int = 5_000_000_000
+    folder: str | Path,
+    specs: Any,
+    params: Any,
+    config: ModelConfig,
+    max_shard_bytes: int = 5_000_000_000,
+    packed: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Write parameters under the released names and dtypes, with the config.json; `folder` must not exist.
 
     Args:
         specs: as `model_specs` gives them. params: tensors in a tree of the same shape, of any float dtype.
         max_shard_bytes: of tensors in a file; one tensor larger than that has a file of its own.
+        packed: formats of the parameters to quantise, by path (see `released_formats`); none by default.
 
     Returns:
         names of the files written.
@@ -390,52 +292,85 @@ def save_checkpoint(
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; choose a new folder, or delete it.")
     with new_folder(folder) as work:
-        files = write_shards(work, specs, params, config.dtype, max_shard_bytes)
+        files = write_shards(work, specs, params, config.dtype, max_shard_bytes, packed)
         (work / "config.json").write_text(json.dumps(config.source, indent=2, sort_keys=True) + "\n")
     return ["config.json", *files]
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """One tensor to write: element `part` of a parameter that is a stack of `spec.source`."""
+class Piece:
+    """One tensor to write: of a parameter that is a stack of `spec.source`, element `index`, or a part of it packed.
+
+    Attributes:
+        name, dtype, shape: of the tensor. path, spec: of the parameter.
+        packed: format and part; None: the tensor as it is.
+    """
 
     name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     path: str
     spec: ParamSpec
-    part: int
-    dtype: torch.dtype
+    index: int
+    packed: tuple[str, str] | None = None
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.spec.stored) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_shards(folder: Path, specs: Any, params: Any, dtype: torch.dtype, max_shard_bytes: int) -> list[str]:
+def pieces_of(specs: Any, dtype: torch.dtype, packed: Mapping[str, str] | None = None) -> list[Piece]:
+    """Every tensor of a checkpoint of the model `specs`, in order; see `save_checkpoint`."""
+    pieces: list[Piece] = []
+    for path, spec in tree.items(specs):
+        form = (packed or {}).get(path)
+        for i, name in enumerate(spec.source):
+            if form is None:
+                pieces.append(Piece(name, spec.dtype or dtype, spec.stored, path, spec, i))
+                continue
+            stem = name.removesuffix(".weight")
+            assert stem != name, f"{name} is not called weight"
+            pieces += [
+                Piece(f"{stem}.{part}", d, shape, path, spec, i, (form, part))
+                for part, (d, shape) in formats.layout(form, spec.stored).items()
+            ]
+    return pieces
+
+
+def write_shards(
+    folder: Path,
+    specs: Any,
+    params: Any,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    packed: Mapping[str, str] | None = None,
+) -> list[str]:
     """Write `model.safetensors`, or several files and an index, into an existing folder; see `save_checkpoint`."""
     places, values = dict(tree.items(specs)), dict(tree.items(params))
     if extra := values.keys() - places.keys():
-        raise CheckpointError(_names("parameters have no place in the model", extra))
+        raise CheckpointError(counted("parameters have no place in the model", extra))
     for path, spec in places.items():
         _check_param(path, spec, values.get(path))
-    pieces = [
-        _Piece(name, path, spec, i, spec.dtype or dtype)
-        for path, spec in places.items()
-        for i, name in enumerate(spec.source)
-    ]
+    pieces = pieces_of(specs, dtype, packed)
     assert len({p.name for p in pieces}) == len(pieces), "two parameters write one tensor"
-    shards = _split(pieces, max_shard_bytes)
+    shards = split(pieces, max_shard_bytes)
     if len(shards) == 1:
         _write_file(folder / SINGLE, shards[0], values)
         return [SINGLE]
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
         _write_file(folder / name, shard, values)
-    index = {
-        "metadata": {"total_size": sum(p.bytes for p in pieces)},
+    (folder / INDEX).write_text(json.dumps(index_of(names, shards), indent=2, sort_keys=True) + "\n")
+    return [*names, INDEX]
+
+
+def index_of(names: Iterable[str], shards: Iterable[list[Piece]]) -> dict[str, Any]:
+    """The content of the index of files `names` that hold `shards`."""
+    shards = list(shards)
+    return {
+        "metadata": {"total_size": sum(p.bytes for shard in shards for p in shard)},
         "weight_map": {p.name: name for name, shard in zip(names, shards, strict=True) for p in shard},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return [*names, INDEX]
 
 
 def _check_param(path: str, spec: ParamSpec, value: Any) -> None:
@@ -449,8 +384,9 @@ def _check_param(path: str, spec: ParamSpec, value: Any) -> None:
         log.info("%s: not contiguous, written from a contiguous copy", path)
 
 
-def _split(pieces: Iterable[_Piece], limit: int) -> list[list[_Piece]]:
-    shards: list[list[_Piece]] = [[]]
+def split(pieces: Iterable[Piece], limit: int) -> list[list[Piece]]:
+    """Pieces by file, in order, of at most `limit` bytes each where a single piece is not larger."""
+    shards: list[list[Piece]] = [[]]
     room = limit
     for piece in pieces:
         if piece.bytes > room and shards[-1]:
@@ -461,22 +397,36 @@ def _split(pieces: Iterable[_Piece], limit: int) -> list[list[_Piece]]:
     return shards
 
 
-def _write_file(path: Path, pieces: list[_Piece], params: Mapping[str, Tensor]) -> None:
-    pieces = sorted(pieces, key=lambda p: -p.dtype.itemsize)  # wider dtypes first: every tensor is aligned
+def header_of(pieces: Iterable[Piece]) -> tuple[bytes, list[Piece]]:
+    """The start of a file, up to its data, and the pieces in the order of their data: every tensor is aligned."""
+    ordered = sorted(pieces, key=lambda p: -p.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for p in pieces:
-        header[p.name] = {"dtype": CODES[p.dtype], "shape": list(p.spec.stored), "data_offsets": [at, at + p.bytes]}
+    for p in ordered:
+        header[p.name] = {"dtype": CODES[p.dtype], "shape": list(p.shape), "data_offsets": [at, at + p.bytes]}
         at += p.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text, ordered
+
+
+def _write_file(path: Path, pieces: list[Piece], params: Mapping[str, Tensor]) -> None:
+    start, ordered = header_of(pieces)
     with path.open("wb") as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for p in pieces:
+        f.write(start)
+        for p in ordered:
             f.write(_raw(params[p.path], p))
 
 
-def _raw(value: Tensor, piece: _Piece) -> memoryview:
-    stack = value.detach().contiguous().view(len(piece.spec.source), *piece.spec.stored)
-    part = stack[piece.part].to(device="cpu", dtype=piece.dtype)
+def _raw(value: Tensor, piece: Piece) -> memoryview:
+    """The bytes of a piece. A part that is packed is packed for itself: memory holds one stored tensor at a time."""
+    spec = piece.spec
+    flat = value.detach().contiguous().view(len(spec.source), -1)[piece.index].to(device="cpu")
+    if spec.padding:
+        flat = torch.nn.functional.pad(flat, (0, spec.padding))
+    if piece.packed is None:
+        part = flat.to(piece.dtype)
+    else:
+        form, name = piece.packed
+        part = formats.pack(form, flat.view(spec.stored))[name].contiguous()
     return part.reshape(-1).view(torch.uint8).numpy().data

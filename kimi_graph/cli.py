@@ -29,10 +29,11 @@ Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
 
 TARGETS = "a2, a3, a3-superpod, 950pr, 950dt, 950-superpod"  # for help; the compiler knows and checks them
-CANN_VERSIONS = "8.5, 9.1, 9.2"
-PHASES = ("prefill", "decode")
+CANN_VERSIONS, CANN_DEFAULT = "8.5, 9.1, 9.2", "9.2"
+PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
+WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
@@ -41,6 +42,7 @@ A deployment, in order:
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
   kimi-graph inspect build/kl48b                                  what is in it
   kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
+  kimi-graph check build/tiny                                     does it hold the model, and how
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
 
@@ -129,22 +131,22 @@ def _fail(message: str) -> NoReturn:
     raise typer.Exit(1) from None
 
 
-def _one_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if text not in legal:
+def _one_of(legal: tuple[str, ...], what: str) -> Callable[[Any], Any]:
+    def read(text: str | None) -> str | None:
+        if text is not None and text not in legal:
             raise typer.BadParameter(f"unknown {what} {text!r}; one of {', '.join(legal)}.")
         return text
 
     return read
 
 
-def _some_of(legal: tuple[str, ...], what: str) -> Callable[[str], str]:
+def _some_of(legal: tuple[str, ...], what: str) -> Callable[[str | None], str | None]:
     """Reader of a comma-separated list; the commands split it (`_split`)."""
 
-    def read(text: str) -> str:
-        for word in _split(text):
+    def read(text: str | None) -> str | None:
+        for word in _split(text) if text else ():
             _one_of(legal, what)(word)
-        if len(set(_split(text))) < len(_split(text)):
+        if text and len(set(_split(text))) < len(_split(text)):
             raise typer.BadParameter(f"{text!r} names a {what} twice.")
         return text
 
@@ -218,6 +220,16 @@ def _show(result: Result, *, as_json: bool, started: float, where: Path | None =
     _close(result.summary, started, where)
 
 
+def _load_config(model: str) -> Any:
+    """The model's config; what it assumes because no released file says so goes to standard error."""
+    from kimi_graph.read_config import load_config
+
+    config = load_config(model)
+    for words in config.assumptions:
+        print(f"assumed: {words}", file=sys.stderr)
+    return config
+
+
 def _close(what: str, started: float, where: Path | None = None) -> None:
     """The line a command ends with: what was made, where, how long it took."""
     place = f" -> {where}" if where else ""
@@ -275,8 +287,9 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; an older bundle there is replaced."),
     ] = None,
     phase: Annotated[
-        str, typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make.")
-    ] = ",".join(PHASES),
+        str | None,
+        typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(metavar="B", min=1, help="Sequences of a step. Default: chosen and printed.")
     ] = None,
@@ -292,9 +305,12 @@ def compile(  # noqa: A001 (the command's name)
     pages: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
     ] = None,
+    patches: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
+    ] = None,
     cann: Annotated[
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
-    ] = "9.1",
+    ] = CANN_DEFAULT,
     weights: Annotated[
         str,
         typer.Option(
@@ -328,19 +344,19 @@ def compile(  # noqa: A001 (the command's name)
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
-        from kimi_graph.read_config import load_config
 
         made = compile_model(
-            load_config(model),
+            _load_config(model),
             target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
-            phases=_split(phase),
+            phases=None if phase is None else _split(phase),
             batch=batch,
             chunk=chunk,
             max_len=max_len,
             page=page,
             pages=pages,
+            patches=patches,
             weights=weights,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
@@ -355,18 +371,29 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="PHASE", help="List the nodes of this phase's graphs instead.")
     ] = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Bytes read and written, against those of weights used and states."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
+    bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b
     kimi-graph inspect build/kl48b --graph decode
+    kimi-graph inspect build/kl48b --cost
     """
     started = time.perf_counter()
-    from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+    if cost:
+        from kimi_graph.compile.cost import inspect_cost
 
-    found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
+        found = inspect_cost(bundle, graph)
+    else:
+        from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+
+        found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
     _show(found, as_json=as_json, started=started)
 
 
@@ -379,6 +406,9 @@ def fixture(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The same seed gives the same weights.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a fixture that is there.")] = False,
+    quantised: Annotated[
+        bool, typer.Option("--quantised", help="Quantise what is released quantised. Default: all weights are plain.")
+    ] = False,
 ) -> None:
     """Make a small checkpoint of a model's kind. It has the released tensor names, dtypes and head sizes, few layers
     and random weights: real input for every other command.
@@ -388,11 +418,55 @@ def fixture(
     """
     started = time.perf_counter()
     from kimi_graph.fixture import make_fixture
-    from kimi_graph.read_config import load_config
 
-    made = make_fixture(load_config(model), out, layers=layers, seed=seed, overwrite=overwrite)
+    made = make_fixture(_load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised)
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
     _close(f"fixture of {model}: {shape}", started, out)
+
+
+@command
+def check(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_OR_INDEX", help="A checkpoint's folder, or its index alone.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A preset or a config.json. Default: the config.json beside the weights."),
+    ] = None,
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether a checkpoint holds a model. From the index and the headers of its files, or from the index alone:
+    what is missing, unexpected or different, and how each part is stored. Exit code 1 if it could not be loaded.
+
+    \b
+    kimi-graph check build/tiny
+    kimi-graph check model.safetensors.index.json --model kimi-k3
+    """
+    started = time.perf_counter()
+    from kimi_graph.check import check_checkpoint, folder_of
+
+    try:
+        config = _load_config(model or str(folder_of(checkpoint)))
+    except KimiGraphError:
+        if not checkpoint.exists():  # the config beside it is not what is wrong
+            _fail(f"{checkpoint}: does not exist; expected a checkpoint's folder, or its index.")
+        raise
+    report = check_checkpoint(checkpoint, config, weights_format)
+    if report.passed or as_json:
+        _show(report, as_json=as_json, started=started)
+    else:
+        print(report.text())
+        _fail(report.summary)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @command

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,15 @@ from .errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class KdaConfig:
-    """Kimi Delta Attention. `gate_lower_bound` None: softplus gate, unbounded below; else the bounded sigmoid gate."""
+    """Kimi Delta Attention.
+
+    Attributes:
+        gate_rank: of the low-rank decay gate, and of the output gate where that is low-rank.
+        gate_lower_bound: None: softplus decay gate, unbounded below; else the bounded sigmoid gate.
+        full_rank_gate: the output gate is one matrix (`g_proj`) rather than two (`g_a_proj`, `g_b_proj`).
+        stored_rates: shape of A_log in the checkpoint; entries after the heads are zero padding.
+        conv_dtype: fixed dtype of the convolutions and the output norm; None: the model's.
+    """
 
     heads: int
     key: int
@@ -21,18 +30,74 @@ class KdaConfig:
     conv_width: int
     gate_rank: int
     gate_lower_bound: float | None = None
+    full_rank_gate: bool = False
+    stored_rates: tuple[int, ...]
+    conv_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnConfig:
+    """YaRN frequency bands. Source: fact sheet of models, section 7."""
+
+    factor: float
+    original_len: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotation of the rope channels; `interleaved`: pairs are neighbours, else a half and the other half."""
+
+    theta: float
+    interleaved: bool
+    yarn: YarnConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """Lightning indexer of DSA: scores every cached token per query and keeps the best `top_k` for all heads.
+
+    Attributes:
+        heads, key: of the index queries; one key head. eps: of the key's LayerNorm.
+        rope: channels rotated at the front of query and key, 0 without rotation; `interleaved` as in `RopeConfig`.
+        shared: the layer has no indexer of its own and reuses what the last one that has kept.
+    """
+
+    heads: int
+    key: int
+    top_k: int
+    eps: float
+    rope: int
+    interleaved: bool
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlaConfig:
-    """Multi-head latent attention. With `rope` channels but `nope` true they are cached and used raw."""
+    """Multi-head latent attention.
+
+    Attributes:
+        query_latent: width of the query's low-rank form (`q_a_proj`, norm, `q_b_proj`); None: one matrix.
+        latent_eps: of the latent norms. scale: of the scores, mscale included.
+        output_gate: heads are multiplied by `sigmoid(g_proj x)`.
+        rope: None: the rope channels are cached and used raw (NoPE).
+        indexer: None: every query attends to all tokens before it (dense).
+    """
 
     heads: int
     latent: int
     key_nope: int
     key_rope: int
     value: int
-    nope: bool
+    scale: float
+    latent_eps: float = 1e-6
+    query_latent: int | None = None
+    output_gate: bool = False
+    rope: RopeConfig | None = None
+    indexer: IndexerConfig | None = None
 
     @property
     def key(self) -> int:
@@ -40,21 +105,41 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SituConfig:
+    """SiTU activation: `beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)`."""
+
+    beta: float
+    linear_beta: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """SwiGLU of width `ffn`."""
+    """Gated feed-forward of width `ffn`; `situ` None: SwiGLU."""
 
     ffn: int
+    situ: SituConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """Routed experts of width `ffn`, `top_k` of `experts` per token, beside shared experts of width `shared_ffn`."""
+    """Routed experts of width `ffn`, `top_k` of `experts` per token, beside shared experts of width `shared_ffn`.
+
+    Attributes:
+        groups, kept_groups: grouped routing: experts compete inside the best groups (1: no groups).
+        latent: width routed experts work in (down- and up-projection around them); None: the model's.
+        latent_norm: RMSNorm of the combined result before its up-projection.
+    """
 
     experts: int
     top_k: int
     ffn: int
     shared_ffn: int
     scale: float
+    groups: int = 1
+    kept_groups: int = 1
+    latent: int | None = None
+    latent_norm: bool = False
+    situ: SituConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +158,77 @@ class LayerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """MoonViT3d tower and projector. Source: fact sheet of models, section 6.
+
+    Attributes:
+        patch: pixels of a patch's side. grid: learned position grid (height, width). frames: of the time table.
+        interpolation: "bicubic" or "bilinear", of the grid. bias: linears have biases, norms are LayerNorm; else none,
+            and RMSNorm. merge: patches merged to a token (height, width).
+        projector_norm: "before" (LayerNorm per patch) or "after" (RMSNorm of the result).
+        patch_limit: patches of one image; the picture is made smaller beyond.
+        chessboard: what shows through transparent pixels: a side of its squares, their light and their dark value; the
+            first is light. None: pixels keep their colour, whatever their transparency.
+        sized_prompt: the prompt says how large the picture is.
+    """
+
+    embed: int
+    layers: int
+    heads: int
+    head_dim: int
+    ffn: int
+    patch: int
+    grid: tuple[int, int]
+    frames: int
+    interpolation: str
+    bias: bool
+    norm_eps: float
+    merge: tuple[int, int]
+    projector_ffn: int
+    projector_norm: str
+    projector_eps: float
+    patch_limit: int
+    placeholder: int
+    chessboard: tuple[int, int, int] | None = None
+    sized_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """How a checkpoint spells what all models have.
+
+    Attributes:
+        prefix: before every text tensor ("" or "language_model.").
+        moe: the mixture's name in a layer. experts: names of an expert's gate, up and down matrices.
+    """
+
+    prefix: str
+    moe: str
+    experts: tuple[str, str, str]
+
+
+KIMI_NAMES = Names(prefix="", moe="block_sparse_moe", experts=("w1", "w3", "w2"))
+DEEPSEEK_NAMES = Names(prefix="", moe="mlp", experts=("gate_proj", "up_proj", "down_proj"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """What a file says of quantised weights. Which tensors they are, and whether it is so, only the checkpoint says.
+
+    Attributes:
+        format: "mxfp4" (E2M1 numbers, an E8M0 scale), "int4" or "fp8" (E4M3).
+        block: weights that share a scale (outputs, inputs).
+        activations: "dynamic" (quantised as they come), or None: the file leaves them alone.
+        ignore: patterns of the names that the file excepts.
+    """
+
+    format: str
+    block: tuple[int, int]
+    activations: str | None
+    ignore: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A whole model. Two configs are equal when they mean the same model, whatever they are called.
 
@@ -82,7 +238,13 @@ class ModelConfig:
         max_len: longest sequence in tokens.
         dtype: dtype of the weights that do not fix their own.
         tied: the output projection is the token embedding.
-        bos, eos, pad: ids of the tokens that start, end and fill a sequence.
+        residual_block: layers of a block of attention residuals; None: ordinary residual connections.
+        names: spelling of the checkpoint. vision: None: text only.
+        quant: what the file says of quantised weights; None: there are none.
+        draft_layers: how many layers after the model's a checkpoint may hold for drafting; they are not read.
+        assumptions: what this config says that no released file does, in words.
+        bos, pad: ids of the tokens that start a sequence (None: there is none) and fill it up. eos: those that end it,
+            the usual one first.
         source: the file as read, for writing it again (a fixture, a bundle).
     """
 
@@ -93,17 +255,36 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     norm_eps: float
     tied: bool
+    residual_block: int | None = None
+    names: Names = KIMI_NAMES
+    vision: VisionConfig | None = None
+    quant: QuantConfig | None = None
+    draft_layers: int = field(default=0, compare=False)
+    assumptions: tuple[str, ...] = field(default=(), compare=False)
     max_len: int
     dtype: torch.dtype
-    bos: int
-    eos: int
+    bos: int | None
+    eos: tuple[int, ...]
     pad: int
     source: dict[str, Any] = field(compare=False, repr=False)
+
+    @property
+    def rotation(self) -> tuple[RopeConfig, int] | None:
+        """Rotation of the attention layers and the channels of a head it turns; None where they have none."""
+        found = (m for m in (layer.mixer for layer in self.layers) if isinstance(m, MlaConfig) and m.rope)
+        return next(((m.rope, m.key_rope) for m in found if m.rope), None)
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def is_draft(config: ModelConfig, name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to a draft layer: one that comes after the model's own."""
+    found = re.match(r"(language_model\.)?(model\.)?layers\.(\d{1,9})\.", name)
+    count = len(config.layers)
+    return found is not None and count <= int(found[3]) < count + config.draft_layers
 
 
 def canonical(config: ModelConfig) -> str:
@@ -150,5 +331,11 @@ def check_length(config: ModelConfig, length: int, page: int) -> Capacity:
         )
     pages = -(-length // page)
     mixers = [layer.mixer for layer in config.layers]
-    row = sum(m.latent + m.key_rope for m in mixers if isinstance(m, MlaConfig)) * config.dtype.itemsize
+    row = sum(_cached(m) for m in mixers if isinstance(m, MlaConfig)) * config.dtype.itemsize
     return Capacity(tokens=pages * page, pages=pages, bytes=pages * page * row)
+
+
+def _cached(c: MlaConfig) -> int:
+    """Numbers a layer keeps of a token; one that reuses another's selection keeps no index key."""
+    index = 0 if c.indexer is None or c.indexer.shared else c.indexer.key
+    return c.latent + c.key_rope + index

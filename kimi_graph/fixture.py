@@ -1,25 +1,30 @@
 """Small checkpoints with released names, dtypes and shapes of heads: real input for every later command.
 
-Dimensions that an operator is written for stay as released (head, latent, rope and convolution); counts and widths
-shrink: layers, hidden size, heads, experts, vocabulary. Every kind of layer occurs.
+Dimensions that an operator is written for stay as released (heads' widths, latent, rope, index heads, convolution,
+grid of positions); counts and widths shrink: layers, hidden size, heads, experts, vocabulary. Every kind of layer is
+there.
 """
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import tree
-from .checkpoint import write_shards
-from .config import ModelConfig
+from .checkpoint import pieces_of, released_formats, write_shards
+from .config import KdaConfig, MlaConfig, ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
 from .models import init_params, model_specs
 from .read_config import MAX_FILE, parse_config, read_json
 from .tokenizer import BYTES, TOKENIZER, TOKENIZER_CONFIG, chat_tokenizer
 
-HIDDEN, HEADS, EXPERTS, TOP_K, VOCAB, LAYERS = 256, 4, 16, 4, 2 * BYTES, 5  # a fixture's sizes
+HIDDEN, HEADS, EXPERTS, TOP_K, VOCAB = 256, 4, 16, 4, 2 * BYTES  # a fixture's sizes
+QUERY_LATENT = 192  # is no width that anything else has
+INDEX_TOP_K = 64  # a cache of this many tokens or fewer is attended to as a whole, longer ones are not
+BLOCKS = 3  # of attention residuals
+VISION_LAYERS = 2
 MARK = "fixture.json"  # says that the folder is ours to replace, and lists what we put there
 SHARDS = 3  # at least two, so that the index is used
 
@@ -35,32 +40,42 @@ class Fixture:
 
 
 def make_fixture(
-    config: ModelConfig, out: str | Path, layers: int | None = None, seed: int = 0, overwrite: bool = False
+    config: ModelConfig,
+    out: str | Path,
+    layers: int | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    quantised: bool = False,
 ) -> Fixture:
     """Write a small checkpoint of the same kind as `config`: weights, index, config.json, tokenizer with chat template.
 
     Args:
-        layers: 2 or more, up to the model's own number; 5 by default.
+        layers: 2 or more, up to the model's own number; by default as many as it takes to show every kind.
         seed: of the weights; the same seed gives the same bytes.
         overwrite: replace `out` if it is a fixture (and nothing else) already.
+        quantised: weights that are released quantised are so here; else all are plain.
 
     Raises:
-        ConfigError: too few or too many layers. CheckpointError: `out` is something else's, or exists.
+        ConfigError: too few or too many layers; `quantised` of a model that is not. CheckpointError: `out` is something
+            else's, or exists.
     """
     out = Path(out)
-    small = parse_config(small_config(config, layers), origin=f"fixture of {config.name}", name=out.absolute().name)
+    source = small_config(config, layers, quantised)
+    small = parse_config(source, origin=f"fixture of {config.name}", name=out.absolute().name)
     _check_place(out, overwrite)
     specs, params = model_specs(small), init_params(small, seed, small.dtype)
-    total = sum(x.numel() * x.itemsize for x in tree.leaves(params))
+    packed = released_formats(small, specs)
+    tensors = pieces_of(specs, small.dtype, packed)
+    total = sum(piece.bytes for piece in tensors)
     with new_folder(out) as work:
-        names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS))
+        names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS), packed)
         tokenizer, tokenizer_config = chat_tokenizer(small)
         texts = {
             "config.json": small.source,
             "generation_config.json": {
-                "bos_token_id": small.bos,
+                **({} if small.bos is None else {"bos_token_id": small.bos}),
                 "do_sample": False,
-                "eos_token_id": small.eos,
+                "eos_token_id": small.eos[0] if len(small.eos) == 1 else list(small.eos),
                 "pad_token_id": small.pad,
             },
             TOKENIZER: tokenizer,
@@ -71,7 +86,7 @@ def make_fixture(
         for name, data in texts.items():
             (work / name).write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         size = sum(p.stat().st_size for p in work.iterdir())
-    return Fixture(folder=out, config=small, tensors=sum(len(s.source) for s in tree.leaves(specs)), bytes=size)
+    return Fixture(folder=out, config=small, tensors=len(tensors), bytes=size)
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
@@ -87,64 +102,120 @@ def _check_place(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: is a fixture already; replace it with --overwrite, or choose another folder.")
 
 
-def small_config(config: ModelConfig, layers: int | None = None) -> dict[str, Any]:
+def small_config(config: ModelConfig, layers: int | None = None, quantised: bool = False) -> dict[str, Any]:
     """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens."""
-    make = SMALL.get(config.model_type)
-    if make is None:
-        raise ConfigError(f"fixture of {config.name}: there is no small form of {config.model_type} yet.")
+    if quantised and config.quant is None:
+        raise ConfigError(f"fixture of {config.name}: its weights are not quantised; leave that out.")
     most = len(config.layers)
-    count = min(LAYERS, most) if layers is None else layers
+    count = min(_enough_layers(config), most) if layers is None else layers
     if not 2 <= count <= most:
         raise ConfigError(
             f"fixture of {config.name}: layers: found {count}, expected 2 (one of each mixer) to {most} (the model's)."
         )
-    return make(config.source, count)
+    small = SMALL[config.model_type](config.source, count)
+    if not quantised:
+        for section in (small, small.get("text_config", {})):
+            section.pop("quantization_config", None)
+    return small
 
 
-def _kimi_linear(source: dict[str, Any], layers: int) -> dict[str, Any]:
-    hidden = min(source["hidden_size"], HIDDEN)
+def _enough_layers(config: ModelConfig) -> int:
+    """How many layers show every kind of layer, more than one place of each, and blocks of attention residuals."""
+    mixers = [layer.mixer for layer in config.layers]
+    if config.residual_block is not None:
+        return 8
+    if any(isinstance(m, KdaConfig) for m in mixers):
+        return 5
+    return 6 if any(isinstance(m, MlaConfig) and m.indexer and m.indexer.shared for m in mixers) else 3
 
-    def width(key: str) -> int:
-        """As wide for its hidden size as released, in steps of 64."""
-        return min(source[key], 64 * math.ceil(source[key] * hidden / source["hidden_size"] / 64))
 
-    experts = _get(source, "num_experts", "num_local_experts")
+# Parts of a config.json, made smaller.
+
+
+def _heads(released: int) -> int:
+    """No power of two where the released number is none: some operators take only these, and get more heads."""
+    return min(released, HEADS - 1 if released & (released - 1) else HEADS)
+
+
+def _text(source: dict[str, Any], layers: int, experts: str, top_k: str) -> dict[str, Any]:
+    """What all families have. `experts`, `top_k`: how the file spells these keys."""
+    heads = _heads(source["num_attention_heads"])
     dense, total = source["first_k_dense_replace"], source["num_hidden_layers"]
-    attention = source["linear_attn_config"]
-    full = _full_layers(sorted(attention["full_attn_layers"]), total, layers)
+    groups = _get(source, "n_group", "num_expert_group", default=1)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     changed = {
-        "hidden_size": hidden,
+        "hidden_size": min(source["hidden_size"], HIDDEN),
         "num_hidden_layers": layers,
-        "num_attention_heads": min(source["num_attention_heads"], HEADS),
-        "intermediate_size": width("intermediate_size"),
-        "moe_intermediate_size": width("moe_intermediate_size"),
-        "num_experts": min(experts, EXPERTS),
-        "num_experts_per_token": min(_get(source, "num_experts_per_token", "num_experts_per_tok"), TOP_K),
-        "first_k_dense_replace": layers if dense == total else min(dense, 1),
+        "num_attention_heads": heads,
+        "intermediate_size": _width(source, "intermediate_size"),
+        "moe_intermediate_size": _width(source, "moe_intermediate_size"),
+        experts: min(source[experts], max(EXPERTS, 4 * groups if groups > 1 else 0)),
+        top_k: min(source[top_k], TOP_K),
+        "first_k_dense_replace": min(dense, layers) if dense == total or layers == total else min(dense, 1),
         "vocab_size": VOCAB,
-        "linear_attn_config": {
-            **attention,
-            "num_heads": min(attention["num_heads"], HEADS),
-            "full_attn_layers": full,
-            "kda_layers": [i for i in range(1, layers + 1) if i not in full],
-        },
-        **{k: _special(source[k], source["vocab_size"]) for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{key: _special(source[key], source["vocab_size"]) for key in ids if source.get(key) is not None},
     }
     if source.get("num_key_value_heads") is not None:
-        changed["num_key_value_heads"] = changed["num_attention_heads"]
-    # auto_map names Python files that are not here; no tensor has head_dim (hidden_size / num_attention_heads); nothing
-    # is rotated, and transformers warns of rope_scaling even where it is null. The rest are spellings set above.
-    dropped = {"auto_map", "head_dim", "rope_theta", "rope_scaling", "num_local_experts", "num_experts_per_tok"}
-    return {k: v for k, v in source.items() if k not in dropped} | changed
+        changed["num_key_value_heads"] = heads
+    if source.get("q_lora_rank") is not None:
+        changed["q_lora_rank"] = min(source["q_lora_rank"], QUERY_LATENT)
+    if source.get("num_nextn_predict_layers"):
+        changed["num_nextn_predict_layers"] = 0  # no draft layers are written
+    return {k: v for k, v in source.items() if k != "auto_map"} | changed  # it names Python files that are not here
 
 
-def _special(token: int, vocab: int) -> int:
+def _width(source: dict[str, Any], key: str, hidden: str = "hidden_size", most: int = HIDDEN, step: int = 64) -> int:
+    """As wide for its hidden size as released, in steps of 64."""
+    small = min(source[hidden], most)
+    return min(source[key], step * math.ceil(source[key] * small / source[hidden] / step))
+
+
+def _special(tokens: Any, vocab: int) -> Any:
     """Released special tokens are the last 256 of the vocabulary and stay so; others move behind the bytes."""
-    return VOCAB - (vocab - token) if vocab - token <= VOCAB - BYTES else BYTES + token % (VOCAB - BYTES)
+    if isinstance(tokens, list):
+        return [_special(token, vocab) for token in tokens]
+    return VOCAB - (vocab - tokens) if vocab - tokens <= VOCAB - BYTES else BYTES + tokens % (VOCAB - BYTES)
 
 
-def _get(source: dict[str, Any], *spellings: str) -> Any:
-    return next(source[s] for s in spellings if s in source)
+def _get(source: dict[str, Any], *spellings: str, default: Any = None) -> Any:
+    return next((source[s] for s in spellings if s in source), default)
+
+
+# Kimi Linear and K3.
+
+
+def _kimi_text(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    experts = next(k for k in ("num_experts", "num_local_experts") if k in source)
+    top_k = next(k for k in ("num_experts_per_token", "num_experts_per_tok") if k in source)
+    attention = source["linear_attn_config"]
+    full = _full_layers(sorted(attention["full_attn_layers"]), source["num_hidden_layers"], layers)
+    small = _text(source, layers, experts, top_k)
+    small["linear_attn_config"] = {
+        **attention,
+        "num_heads": min(attention["num_heads"], HEADS),
+        "full_attn_layers": full,
+        "kda_layers": [i for i in range(1, layers + 1) if i not in full],
+    }
+    # No tensor has head_dim (hidden_size / num_attention_heads); nothing is rotated, and transformers warns of
+    # rope_scaling even where it is null.
+    return {k: v for k, v in small.items() if k not in ("head_dim", "rope_theta", "rope_scaling")}
+
+
+def _k3_text(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    small = _kimi_text(source, layers)
+    if source.get("routed_expert_hidden_size") is not None:  # unlike the experts' own width
+        small["routed_expert_hidden_size"] = min(source["routed_expert_hidden_size"], 3 * small["hidden_size"] // 4)
+    if source.get("attn_res_block_size") is not None and layers < source["num_hidden_layers"]:
+        small["attn_res_block_size"] = math.ceil(layers / BLOCKS)
+    if source.get("dsa_config") is not None:
+        small["dsa_config"] = dict(source["dsa_config"])
+        for key in ("index_topk", "topk", "top_k"):
+            if key in small["dsa_config"]:
+                small["dsa_config"][key] = min(small["dsa_config"][key], INDEX_TOP_K)
+        for key in ("dsa_layers", "layers", "full_attn_layers"):
+            if key in small["dsa_config"]:
+                small["dsa_config"][key] = small["linear_attn_config"]["full_attn_layers"]
+    return small
 
 
 def _full_layers(released: list[int], total: int, layers: int) -> list[int]:
@@ -169,4 +240,97 @@ def _full_layers(released: list[int], total: int, layers: int) -> list[int]:
     return sorted(full)
 
 
-SMALL = {"kimi_linear": _kimi_linear}
+# DeepSeek-V3, V3.2 and GLM-5.
+
+
+def _deepseek_text(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    experts = next(k for k in ("n_routed_experts", "num_experts", "num_local_experts") if k in source)
+    top_k = next(k for k in ("num_experts_per_tok", "num_experts_per_token") if k in source)
+    small = _text(source, layers, experts, top_k)
+    if "index_topk" in source:
+        small["index_topk"] = min(source["index_topk"], INDEX_TOP_K)
+    if source.get("mlp_layer_types") is not None:
+        every, dense = source.get("moe_layer_freq", 1), small["first_k_dense_replace"]
+        small["mlp_layer_types"] = ["sparse" if i >= dense and i % every == 0 else "dense" for i in range(layers)]
+    return small
+
+
+def _glm(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Two full layers, then shared and full ones in turn: F F S S F S S, for FFF SSSF SSSF ... as released."""
+    small = _deepseek_text(source, layers)
+    kinds = source.get("indexer_types") or source.get("index_topk_pattern")
+    if layers == source["num_hidden_layers"] or (kinds is None and "index_topk_freq" not in source):
+        return small
+    every, offset = 3, 2
+    shared = [max(i - offset + 1, 0) % every > 0 for i in range(layers)]
+    if source.get("indexer_types") is not None:
+        small["indexer_types"] = ["shared" if s else "full" for s in shared]
+    if source.get("index_topk_pattern") is not None:
+        small["index_topk_pattern"] = "".join("S" if s else "F" for s in shared)
+    if "index_topk_freq" in source:
+        small |= {"index_topk_freq": every, "index_skip_topk_offset": offset}
+    return small
+
+
+# Text and vision.
+
+# transformers' own classes read these spellings and take the released model's values for what they do not find.
+NATIVE = {
+    "vt_hidden_size": "hidden_size",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "vt_num_attention_heads": "num_attention_heads",
+    "vt_intermediate_size": "intermediate_size",
+}
+
+
+def _vision(source: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
+    """Heads keep their width; where the file names the width of all heads, it stays apart from the hidden size."""
+    names = {released: released if released in source else native for released, native in NATIVE.items()}
+    hidden, heads, ffn = (names[f"vt_{k}"] for k in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    count = min(source[heads], HEADS)
+    wide = source.get("qkv_hidden_size")
+    width = count * (source[hidden] // source[heads]) if wide is None else min(source[hidden], HIDDEN)
+    small = source | {
+        hidden: width,
+        heads: count,
+        names["vt_num_hidden_layers"]: min(source[names["vt_num_hidden_layers"]], VISION_LAYERS),
+        ffn: _width(source, ffn, hidden, width, 16),
+        "mm_hidden_size": width,
+        "text_hidden_size": text["hidden_size"],
+    }
+    if wide is not None:
+        small["qkv_hidden_size"] = count * (wide // source[heads])
+    return small
+
+
+def _whole(
+    source: dict[str, Any], layers: int, make: Callable[[dict[str, Any], int], dict[str, Any]]
+) -> dict[str, Any]:
+    text = make(source["text_config"], layers)
+    vocab = source["text_config"]["vocab_size"]
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id", "media_placeholder_token_id", "image_token_id")
+    changed = {key: _special(source[key], vocab) for key in ids if source.get(key) is not None}
+    changed |= {"text_config": text, "vision_config": _vision(source["vision_config"], text)}
+    return {k: v for k, v in source.items() if k != "auto_map"} | changed
+
+
+def _kimi_k3(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    return _whole(source, layers, _k3_text)
+
+
+def _kimi_k25(source: dict[str, Any], layers: int) -> dict[str, Any]:
+    small = _whole(source, layers, _deepseek_text)
+    vision = small["vision_config"]
+    vision |= {native: vision[released] for released, native in NATIVE.items() if released in vision}
+    placeholder = _get(small, "media_placeholder_token_id", "image_token_id")
+    return small | {"projection_hidden_size": vision["mm_hidden_size"], "image_token_id": placeholder}
+
+
+SMALL: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
+    "kimi_linear": _kimi_text,
+    "kimi_k3": _kimi_k3,
+    "kimi_k31": _kimi_k3,
+    "kimi_k25": _kimi_k25,
+    "deepseek_v32": _deepseek_text,
+    "glm_moe_dsa": _glm,
+}

@@ -7,6 +7,7 @@ few to a few hundred tokens, and router biases are large enough to change some c
 
 import hashlib
 import math
+import re
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ def init_tensor(spec: ParamSpec, path: str, seed: int = 0) -> Tensor:
     def uniform(low: float, high: float) -> Tensor:
         return torch.rand(spec.shape, generator=generator) * (high - low) + low
 
+    if name.endswith("A_log") and spec.padding:  # a padded one belongs to the bounded gate: decay 5 sigmoid(rate ...)
+        return uniform(0.5, 2).log()
     if name.endswith("A_log"):  # decay rates 1 to 16, as released code starts them
         return uniform(1, 16).log()
     if name.endswith("dt_bias"):  # softplus(dt_bias) is a step of 0.001 to 0.1
@@ -37,9 +40,11 @@ def init_tensor(spec: ParamSpec, path: str, seed: int = 0) -> Tensor:
         return step + (-torch.expm1(-step)).log()
     if name.endswith("e_score_correction_bias"):  # scores have a standard deviation of about 0.2
         return 0.05 * normal()
-    if name.endswith("norm.weight"):
+    if re.search(r"norm\d?\.weight$", name):
         return 1 + 0.1 * normal()
-    if name.endswith("embed_tokens.weight"):
+    if name.endswith(".bias"):
+        return 0.1 * normal()
+    if name.endswith(("embed_tokens.weight", "pos_emb.weight")):
         return normal()
     return normal() / math.sqrt(math.prod(spec.stored[1:]))
 

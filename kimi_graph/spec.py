@@ -22,6 +22,7 @@ class ParamSpec:
         axes: a logical axis per dimension, `_` where a dimension has no name and is never sharded.
         source: checkpoint tensor names.
         stored: shape of each of those tensors in the checkpoint.
+        padding: elements at the end of a single stored tensor that are not the parameter's, and must be zero.
         dtype: fixed dtype, or None for the model's.
     """
 
@@ -30,11 +31,12 @@ class ParamSpec:
     source: tuple[str, ...]
     stored: tuple[int, ...]
     dtype: torch.dtype | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ConfigError(f"{self.source[0]}: {len(self.shape)} dimensions {self.shape} but axes {self.axes}")
-        if math.prod(self.shape) != math.prod(self.stored) * len(self.source):
+        if math.prod(self.shape) + self.padding != math.prod(self.stored) * len(self.source):
             raise ConfigError(
                 f"{self.source[0]}: {self.shape} does not hold {len(self.source)} tensors of {self.stored}"
             )
@@ -55,6 +57,7 @@ def weight(
     source: str | tuple[str, ...],
     stored: tuple[int, ...] | None = None,
     dtype: torch.dtype | None = None,
+    padding: int = 0,
 ) -> ParamSpec:
     """Declare a parameter: `weight((32, 128, 2304), "heads key embed", source="q_proj.weight", stored=(4096, 2304))`.
 
@@ -65,4 +68,4 @@ def weight(
         stored, count = shape, len(names)
         while count > 1:
             count, stored = count // stored[0], stored[1:]
-    return ParamSpec(shape=shape, axes=tuple(axes.split()), source=names, stored=stored, dtype=dtype)
+    return ParamSpec(shape=shape, axes=tuple(axes.split()), source=names, stored=stored, dtype=dtype, padding=padding)

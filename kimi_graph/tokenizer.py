@@ -11,6 +11,7 @@ from .config import ModelConfig
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BYTES = 256
 CHAT = ("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+MEDIA = ("<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>")  # ids in a row; the last: a picture
 
 # user and assistant have a token of their own, every other role is named behind the system token.
 CHAT_TEMPLATE = """\
@@ -27,9 +28,14 @@ CHAT_TEMPLATE = """\
 
 def special_tokens(config: ModelConfig) -> dict[int, str]:
     """Text of every id from 256 to the end of the vocabulary."""
-    texts: dict[int, str] = {}
-    for at, text in ((config.eos, "<|im_end|>"), (config.bos, "[BOS]"), (config.pad, "[PAD]")):
-        texts.setdefault(at, text)
+    texts = {config.eos[0]: "<|im_end|>"}
+    for i, at in enumerate(config.eos[1:], 2):
+        texts.setdefault(at, f"<|end_{i}|>")
+    if config.bos is not None:
+        texts.setdefault(config.bos, "[BOS]")
+    texts.setdefault(config.pad, "[PAD]")
+    if config.vision is not None:
+        texts |= {config.vision.placeholder - 3 + i: text for i, text in enumerate(MEDIA)}
     chat = iter(CHAT)
     for at in range(BYTES, config.vocab):
         if at not in texts:
@@ -75,8 +81,8 @@ def chat_tokenizer(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_len,
-        "bos_token": special[config.bos],
-        "eos_token": special[config.eos],
+        **({} if config.bos is None else {"bos_token": special[config.bos]}),
+        "eos_token": special[config.eos[0]],
         "pad_token": special[config.pad],
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,

@@ -1,19 +1,25 @@
 """Operators: each is plain torch in eager code, one node in a captured graph, and one or a few nodes in GE."""
 
 from .attention import attention, latent_attention
-from .base import OPERATORS, Operator, at_least_f32, capturing, donating, operator
+from .base import OPERATORS, Operator, as_f32, at_least_f32, capturing, donating, operator
 from .cache import cache_read, cache_write
 from .contract import contract
+from .full_attention import full_attention
 from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
 from .moe import grouped_matmul, moe_combine, moe_dispatch, moe_route, swiglu
-from .norm import gated_rms_norm, l2_norm, rms_norm
+from .norm import gated_rms_norm, l2_norm, layer_norm, rms_norm
+from .residual_mix import residual_mix
+from .rope import rope
 from .short_conv import short_conv
+from .situ import situ, situ_mul
+from .sparse_attention import index_write, select_keys, sparse_attention
 
 __all__ = [
     "OPERATORS",
     "Operator",
+    "as_f32",
     "at_least_f32",
     "attention",
     "cache_read",
@@ -21,18 +27,27 @@ __all__ = [
     "capturing",
     "contract",
     "donating",
+    "full_attention",
     "gated_rms_norm",
     "grouped_matmul",
+    "index_write",
     "kda_chunk",
     "kda_gate",
     "kda_step",
     "l2_norm",
     "latent_attention",
+    "layer_norm",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
     "operator",
+    "residual_mix",
     "rms_norm",
+    "rope",
+    "select_keys",
     "short_conv",
+    "situ",
+    "situ_mul",
+    "sparse_attention",
     "swiglu",
 ]

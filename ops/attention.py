@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kimi_graph.errors import CompileError
+
 from .base import BLOCK_BYTES, at_least_f32, operator
 
 SCORE_BYTES = 4 << 20  # of the scores held at once, float32
@@ -14,6 +16,21 @@ quant_scale2 quant_offset2 antiquant_scale antiquant_offset block_table query_pa
 key_antiquant_scale key_antiquant_offset value_antiquant_scale value_antiquant_offset key_shared_prefix
 value_shared_prefix actual_shared_prefix_len query_rope key_rope key_rope_antiquant_scale dequant_scale_query
 learnable_sink q_start_idx kv_start_idx""".split()
+
+
+EXPANDED = (128, 64, 128)  # widths of nope, rope and value that CANN takes with the rope part apart
+
+
+def power_of_two(heads):
+    """The smallest power of two that is not below `heads`."""
+    return 1 << (heads - 1).bit_length()
+
+
+def padded_heads(heads, wanted):
+    """What padding heads costs, in words to add to a reason."""
+    if wanted == heads:
+        return ""
+    return f"; {heads} heads padded to {wanted}, a power of two, and stripped: {wanted / heads - 1:.0%} more queries"
 
 
 def _fused(ge, query, key, value, given, **attrs):
@@ -86,14 +103,26 @@ def _(q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
 
 @attention.lowering
 def _(ge, q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
-    rows, cached, heads, _ = ge.shape(k_nope)
-    shared = ge.reshape(k_rope, [rows, cached, 1, ge.shape(k_rope)[-1]])
-    per_head = ge.broadcast(shared, [rows, cached, heads, ge.shape(k_rope)[-1]])
+    rows, cached, heads, nope = ge.shape(k_nope)
+    rope, value = ge.shape(k_rope)[-1], ge.shape(v)[-1]
+    per_head = ge.broadcast(ge.reshape(k_rope, [rows, cached, 1, rope]), [rows, cached, heads, rope])
     # sparse_mode 3: query i of a row sees keys up to lengths - counts + i, by the actual lengths
-    given = {"query_rope": q_rope, "key_rope": per_head, "atten_mask": ge.causal_mask()}
-    given |= {"actual_seq_lengths": counts, "actual_seq_lengths_kv": lengths}
+    given = {"atten_mask": ge.causal_mask(), "actual_seq_lengths": counts, "actual_seq_lengths_kv": lengths}
+    if (nope, rope, value) == EXPANDED:
+        ge.chose("attention to expanded keys", "FusedInferAttentionScore", "rope channels apart")
+        q, k = q_nope, k_nope
+        given |= {"query_rope": q_rope, "key_rope": per_head}
+    elif nope + rope == value:
+        reason = f"plain attention of width {value}; rope channels apart need widths of {EXPANDED}"
+        ge.chose("attention to expanded keys", "ConcatV2, FusedInferAttentionScore", reason)
+        q, k = ge.concat([q_nope, q_rope], 3), ge.concat([k_nope, per_head], 3)
+    else:
+        raise CompileError(
+            f"attention of {nope} + {rope} channels to values of {value}: FusedInferAttentionScore takes "
+            f"{EXPANDED[0]} + {EXPANDED[1]} with values of {EXPANDED[2]}, or keys as wide as values."
+        )
     return _fused(
-        ge, q_nope, k_nope, v, given,
+        ge, q, k, v, given,
         num_heads=heads, num_key_value_heads=heads, scale=scale, input_layout="BSND", sparse_mode=3,
     )  # fmt: skip
 
@@ -160,19 +189,22 @@ def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
 @latent_attention.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
     rows, _, heads, latent = ge.shape(q_latent)
+    wanted = heads if ge.has("9.2") else power_of_two(heads)
+    ge.chose("attention to latents", "FusedInferAttentionScore", "absorbed, paged" + padded_heads(heads, wanted))
 
     def paged(pool):
         pages, page, width = ge.shape(pool)
         return ge.reshape(pool, [pages, 1, page, width])
 
     def one_token(x):
-        return ge.reshape(x, [rows, heads, 1, ge.shape(x)[-1]])
+        return ge.pad(ge.reshape(x, [rows, heads, 1, ge.shape(x)[-1]]), 1, wanted)
 
     latents = paged(latent_pool)
     given = {"query_rope": one_token(q_rope), "key_rope": paged(rope_pool)}
     given |= {"block_table": block_table, "actual_seq_lengths_kv": lengths}
     o = _fused(
         ge, one_token(q_latent), latents, latents, given, block_size=ge.shape(latent_pool)[1],
-        num_heads=heads, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0,
+        num_heads=wanted, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0,
     )  # fmt: skip
+    o = ge.first(ge.mark(o, (rows, wanted, 1, latent), ge.dtype(q_latent)), 1, heads)
     return ge.reshape(o, [rows, 1, heads, latent])

@@ -47,11 +47,14 @@ def may_overwrite(state: torch.Tensor) -> bool:
     return _donating.get() and not state.requires_grad
 
 
+def transformed() -> bool:
+    """Whether a `torch.func` transform is at work: then no tensor's values may decide a shape."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def recorded(*values: torch.Tensor) -> bool:
     """Whether autograd or a `torch.func` transform follows these values: then nothing is written in place."""
-    if torch._C._are_functorch_transforms_active():
-        return True
-    return torch.is_grad_enabled() and any(v.requires_grad for v in values)
+    return transformed() or (torch.is_grad_enabled() and any(v.requires_grad for v in values))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,7 +69,7 @@ class Operator:
     Attributes:
         name: schema name; the node is `kimi::<name>`.
         sharding: one letter group per tensor argument and result, as in einsum: a letter of an operand that no
-            result has is a partial sum.
+            result has is a partial sum. A list of tensors is one argument, and its group is that of each of them.
         whole: letters that may not be sharded. Slots `s` and pages `p` are an exception: they are split as the rows `b`
             that own them, and ids count within a device's part.
         lower: `lower(ge, *args)`: GE tensors in, GE tensors out; `ge` is the lowering room of the compiler.
@@ -83,6 +86,7 @@ class Operator:
         parameters = self._signature.parameters.values()
         self._arity = len(parameters)
         self._floats = tuple(i for i, p in enumerate(parameters) if p.annotation in (float, float | None))
+        self._lists = tuple(i for i, p in enumerate(parameters) if p.annotation == list[torch.Tensor])
         self._qualified_op_name = f"kimi::{self.name}"
         _LIBRARY.define(self.name + torch.library.infer_schema(reference, mutates_args=()))
         _LIBRARY.impl(self.name, reference, "CPU")
@@ -109,11 +113,16 @@ class Operator:
                 if values[i] is not None:
                     values[i] = as_f32(values[i])
             args = tuple(values)
+        asked = args
+        for i in self._lists:  # torch looks for overrides among the arguments themselves, not inside lists
+            args = (*args[:i], list(args[i]), *args[i + 1 :])
+            asked = (*asked, *args[i])
         # the first, quick question finds nobody in eager code; tensors' subclasses need not be asked
-        if has_torch_function(args) and has_torch_function(tuple(v for v in args if not isinstance(v, torch.Tensor))):
-            given = tuple(v for v in args if hasattr(v, "__torch_function__"))
+        if has_torch_function(asked) and has_torch_function(tuple(v for v in asked if not isinstance(v, torch.Tensor))):
+            given = tuple(v for v in asked if hasattr(v, "__torch_function__"))
             return handle_torch_function(self, given, *args)
-        if self.lower is not None if _capturing.get() else args[0].is_meta:
+        first = asked[-1] if self._lists else args[0]
+        if self.lower is not None if _capturing.get() else first.is_meta:
             return self.op(*args)  # a node of the graph; or, without values, the fake
         return self.reference(*args)
 
@@ -125,7 +134,7 @@ def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]]
     """Decorator: make a reference function an operator.
 
     Args:
-        sharding: `"b h k, b h k -> b h"`, one group per tensor argument, then per result.
+        sharding: `"b h k, b h k -> b h"`, one group per tensor argument (a list of tensors has one), then per result.
         whole: letters that may not be sharded.
     """
 

@@ -44,11 +44,15 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
         batch, tokens, width = ge.shape(x)
         return ge.reshape(x, [batch * tokens, 1, width])
 
+    pools = with_head(latent_pool), with_head(rope_pool)
     written = ge.ScatterPaKvCache(
-        rows(latent), with_head(latent_pool), slot_mapping, rows(rope), with_head(rope_pool), None, None, None,
+        rows(latent), pools[0], slot_mapping, rows(rope), pools[1], None, None, None,
         cache_mode="Norm", scatter_mode="None", strides=[1, 1], offsets=[0, 0],
     )  # fmt: skip
-    return tuple(ge.reshape(x, ge.shape(pool)) for x, pool in zip(written[:2], (latent_pool, rope_pool), strict=True))
+    reason = "latent and rope channels as key and value; KvRmsNormRopeCache always rotates, and moves pairs apart"
+    ge.chose("cache of latents", "ScatterPaKvCache", reason)
+    known = (ge.mark(x, ge.shape(pool), ge.dtype(pool)) for x, pool in zip(written[:2], pools, strict=True))
+    return tuple(ge.reshape(x, ge.shape(pool)) for x, pool in zip(known, (latent_pool, rope_pool), strict=True))
 
 
 @operator(sharding="p g l, p g r, b n -> b c l, b c r", whole="pglrnc")

@@ -152,4 +152,6 @@ def _(q, k, v, decay, beta, memory, slots, lengths, counts, scale):
 def _(ge, q, k, v, decay, beta, memory, slots, lengths, counts, scale):
     inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
     inputs |= {"lengths": lengths, "counts": counts}
+    reason = "own type: CANN's ChunkGatedDeltaRule has one decay for a whole head, KDA one for each channel"
+    ge.chose("KDA in chunks", "KdaChunk", reason)
     return ge.own("KdaChunk", inputs, ["o", "memory"], {"scale": scale})

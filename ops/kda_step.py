@@ -6,6 +6,8 @@ from torch import Tensor
 from .base import at_least_f32, operator
 from .short_conv import put_rows
 
+FLOAT32_STATE = "9.2"  # first CANN release whose operator takes a float32 state
+
 
 @operator(sharding="b t h k, b t h k, b t h v, b t h k, b t h, s h v k, b -> b t h v, s h v k", whole="tsk")
 def kda_step(
@@ -41,9 +43,13 @@ def _(q, k, v, decay, beta, memory, slots, scale):
 
 @kda_step.lowering
 def _(ge, q, k, v, decay, beta, memory, slots, scale):
+    if not ge.has(FLOAT32_STATE):
+        return _composed(ge, q, k, v, decay, beta, memory, slots, scale)
     rows, _, heads, key = ge.shape(q)
     value = ge.shape(v)[-1]
     half = ge.dtype(v)
+    reason = "on every chip; decay, L2 norm and beta are computed before it"
+    ge.chose("recurrent KDA", "RecurrentGatedDeltaRule", reason)
     o, memory = ge.RecurrentGatedDeltaRule(
         ge.reshape(q, [rows, heads, key]),
         ge.reshape(k, [rows, heads, key]),
@@ -56,3 +62,26 @@ def _(ge, q, k, v, decay, beta, memory, slots, scale):
         scale=scale,
     )
     return ge.reshape(o, [rows, 1, heads, value]), memory
+
+
+def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
+    """The same by element functions and sums, all float32: matrix products of float32 may be rounded on the device."""
+    reason = f"RecurrentGatedDeltaRule takes a float32 memory since CANN {FLOAT32_STATE}, this is for {ge.cann}"
+    ge.chose("recurrent KDA", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", reason)
+    rows, _, heads, key = ge.shape(q)
+    value, f32 = ge.shape(v)[-1], torch.float32
+    along_key = [rows, heads, 1, key]
+    q32, k32, decay32 = (ge.reshape(ge.cast(x, f32), along_key) for x in (q, k, decay))
+    v32 = ge.reshape(ge.cast(v, f32), [rows, heads, value, 1])
+    beta32 = ge.reshape(ge.cast(beta, f32), [rows, heads, 1, 1])
+
+    def read(state, x):
+        return ge.ReduceSum(ge.Mul(state, x), ge.const([3], torch.int64), keep_dims=True)
+
+    old = ge.GatherV2(memory, slots, ge.const([0], torch.int64), negative_index_support=False)
+    kept = ge.Mul(old, ge.Exp(decay32))
+    news = ge.Mul(ge.Sub(v32, read(kept, k32)), beta32)
+    new = ge.Add(kept, ge.Mul(news, k32))
+    o = ge.mark(read(new, ge.Mul(q32, ge.const(scale, f32))), (rows, heads, value, 1), f32)
+    written = ge.ScatterNdUpdate(memory, ge.reshape(slots, [rows, 1]), new)
+    return ge.reshape(ge.cast(o, ge.dtype(v)), [rows, 1, heads, value]), written

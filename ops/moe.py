@@ -11,34 +11,54 @@ NARROW_ROWS = 64  # torch builds code of most of a megabyte for every number of 
 
 
 @operator(sharding="n e, e -> n k, n k", whole="ek")
-def moe_route(scores: Tensor, bias: Tensor, top_k: int, scale: float) -> tuple[Tensor, Tensor]:
+def moe_route(
+    scores: Tensor, bias: Tensor, top_k: int, scale: float, groups: int = 1, kept_groups: int = 1
+) -> tuple[Tensor, Tensor]:
     """Choose `top_k` experts of each row by `sigmoid(scores) + bias`, weigh them by the normalised sigmoid alone.
 
     Args:
         scores: `[N, E]` float32. bias: `[E]`, takes part in the selection only.
         scale: multiplies the weights after they were normalised to sum 1.
+        groups, kept_groups: experts lie in equal groups, and only those of the `kept_groups` best are chosen from; a
+            group is as good as the sum of its two best. Equal groups go to the lower one.
 
     Returns:
         weights `[N, K]` float32 and experts `[N, K]` int32, best first; equal scores go to the lower expert.
     """
     probability = torch.sigmoid(at_least_f32(scores))
-    chosen = torch.sort(probability + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
+    biased = probability + bias
+    if kept_groups < groups:
+        biased = _in_best_groups(biased.unflatten(1, (groups, -1)), kept_groups).flatten(1)
+    chosen = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = torch.gather(probability, 1, chosen)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scale, chosen.int()
 
 
+def _in_best_groups(biased: Tensor, kept: int) -> Tensor:
+    """`[N, groups, experts of a group]` with minus infinity in all but the `kept` best groups."""
+    best_two = biased.topk(min(2, biased.shape[2]), dim=-1).values.sum(-1)
+    order = torch.sort(best_two, dim=-1, descending=True, stable=True).indices
+    left_out = torch.zeros_like(best_two, dtype=torch.bool).scatter_(1, order[:, kept:], True)
+    return biased.masked_fill(left_out[:, :, None], float("-inf"))
+
+
 @moe_route.fake
-def _(scores, bias, top_k, scale):
+def _(scores, bias, top_k, scale, groups=1, kept_groups=1):  # calls leave out what is the default
     rows = scores.shape[0]
     return scores.new_empty(rows, top_k), scores.new_empty(rows, top_k, dtype=torch.int32)
 
 
 @moe_route.lowering
-def _(ge, scores, bias, top_k, scale):
-    # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says
+def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
+    # norm_type 1 is the sigmoid router; it always normalises, whatever `renorm` says. group_select_mode 1: the sum of a
+    # group's two best
+    if kept_groups == groups:
+        groups = kept_groups = 1
+    reason = "sigmoid, choice by the biased score and normalisation" + (", best groups first" if groups > 1 else "")
+    ge.chose("routing", "MoeGatingTopK", reason)
     weights, chosen, _ = ge.MoeGatingTopK(
-        scores, bias, None, None, k=top_k, k_group=1, group_count=1, group_select_mode=0, renorm=0, norm_type=1,
-        out_flag=False, routed_scaling_factor=scale, eps=1e-20,
+        scores, bias, None, None, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
+        renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
     )  # fmt: skip
     return weights, chosen
 
@@ -96,6 +116,8 @@ def _(x, chosen, experts):
 @moe_dispatch.lowering
 def _(ge, x, chosen, experts):
     rows, top_k = ge.shape(chosen)
+    reason = "sorts rows by expert and counts them; MoeTokenPermute has no kernel for 950"
+    ge.chose("rows to experts", "MoeInitRoutingV3", reason)
     sorted_rows, place, counts, _ = ge.MoeInitRoutingV3(
         x, chosen, None, None, active_num=rows * top_k, expert_capacity=0, expert_num=experts, drop_pad_mode=0,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
@@ -149,6 +171,7 @@ def _(x, weight, group_sizes):
 @grouped_matmul.lowering
 def _(ge, x, weight, group_sizes):
     # one row tensor, one stacked weight, cut along rows (group_type 0) by counts (group_list_type 1)
+    ge.chose("products of experts", "GroupedMatmul", "one stacked weight; a list of weights ends at 128 experts")
     (y,) = ge.GroupedMatmul(
         [x], [weight], [], [], [], [], [], group_sizes, None, split_item=2, dtype=0, transpose_weight=True,
         transpose_x=False, group_type=0, group_list_type=1, act_type=0,
@@ -182,6 +205,7 @@ def _(y, place, weights):
 @moe_combine.lowering
 def _(ge, y, place, weights):
     # drop_pad_mode 2: copy k of row n is at n * K + k
+    ge.chose("rows from experts", "MoeFinalizeRoutingV2", "weighs and sums in float32, takes float32 weights")
     return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, drop_pad_mode=2)
 
 
@@ -203,4 +227,5 @@ def _(x):
 
 @swiglu.lowering
 def _(ge, x):
+    ge.chose("SwiGLU of two halves", "SwiGlu", "on every chip")
     return ge.SwiGlu(x, dim=-1)

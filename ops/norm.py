@@ -1,4 +1,4 @@
-"""Norms over the last dimension: RMSNorm, RMSNorm with a sigmoid gate, L2 norm. Statistics in float32."""
+"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm. Statistics in float32."""
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,31 @@ def _(ge, x, weight, eps):
     return ge.RmsNorm(x, weight, epsilon=eps)[0]
 
 
+@operator(sharding="... d, d, d -> ... d", whole="d")
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`weight * (x - mean) / sqrt(variance + eps) + bias`, float32 throughout, cast at the end.
+
+    Args:
+        x: `[..., D]`. weight, bias: `[D]`.
+    """
+
+    def norm(x: Tensor) -> Tensor:
+        x32, weight32, bias32 = map(at_least_f32, (x, weight, bias))
+        return F.layer_norm(x32, x.shape[-1:], weight32, bias32, eps).to(x.dtype)
+
+    return by_rows(norm, x)
+
+
+@layer_norm.fake
+def _(x, weight, bias, eps):
+    return torch.empty_like(x)
+
+
+@layer_norm.lowering
+def _(ge, x, weight, bias, eps):
+    return ge.LayerNormV4(x, ge.const([ge.shape(x)[-1]], torch.int64), weight, bias, epsilon=eps)[0]
+
+
 @operator(sharding="... d, ... d, d -> ... d", whole="d")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of `x`, times the sigmoid of `gate`; float32 throughout, cast at the end.
@@ -55,6 +80,7 @@ def _(x, gate, weight, eps):
 
 @gated_rms_norm.lowering
 def _(ge, x, gate, weight, eps):
+    ge.chose("gated norm", "GatedRmsNorm", "own type: CANN has no norm that multiplies by a sigmoid")
     return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
 
 

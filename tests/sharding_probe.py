@@ -188,7 +188,7 @@ class Sharded(Value):
 
     @classmethod
     def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, mesh = f.__name__.strip("_"), next(a.mesh for a in args if isinstance(a, Sharded))
+        name, mesh = f.__name__.strip("_"), next(a.mesh for a in pytree.tree_leaves(args) if isinstance(a, Sharded))
         args = pytree.tree_map_only(Tensor, lambda x: replicate(mesh, x), args)
         rule = operator if isinstance(f, Operator) else RULES.get(name)
         try:
@@ -232,8 +232,12 @@ def align(values: Sequence[Sharded], letters: Sequence[Sequence[Any]]) -> tuple[
 def operator(f: Operator, *args: Any) -> Any:
     """An operator by its sharding string: letters are split alike, one that no result has leaves a partial sum."""
     ins, outs = ([group.split() for group in side.split(",")] for side in f.sharding.split("->"))
-    dots = [str(i) for i in range(args[0].ndim - len(ins[0]) + 1)]
+    first = args[0][0] if isinstance(args[0], list) else args[0]
+    dots = [str(i) for i in range(first.ndim - len(ins[0]) + 1)]
     ins, outs = ([[x for n in group for x in (dots if n == "..." else [n])] for group in side] for side in (ins, outs))
+    lists = [(i, len(a)) for i, a in enumerate(args) if isinstance(a, list)]
+    for i, count in reversed(lists):  # the group of a list is that of each of its tensors
+        args, ins = (*args[:i], *args[i], *args[i + 1 :]), [*ins[:i], *[ins[i]] * count, *ins[i + 1 :]]
     values, axes = align(args[: len(ins)], ins)
     for name in f.whole:
         found, wanted = axes.get(name, ()), axes["b"] if name in POOLS else ()
@@ -242,7 +246,10 @@ def operator(f: Operator, *args: Any) -> Any:
             raise ShardingError(f"{name!r} of {f.sharding!r} {where}.")
     kept = {"b", *POOLS}.union(*outs)  # rows are never summed: they are in their pools, and pools in their rows
     partial = [a for n in axes if n not in kept for a in axes[n]]
-    y = each(f, *(v.local for v in values), *args[len(ins) :])
+    local: list[Any] = [v.local for v in values]
+    for i, count in lists:
+        local[i : i + count] = [local[i : i + count]]
+    y = each(f, *local, *args[len(ins) :])
     many = y if isinstance(y, tuple) else (y,)
     made = tuple(Sharded(y, [axes.get(n, ()) for n in names], partial) for y, names in zip(many, outs, strict=True))
     return made if isinstance(y, tuple) else made[0]
@@ -297,6 +304,14 @@ def getitem(f: Any, x: Sharded, index: Any) -> Sharded:
     return Sharded(each(f, x.local, tuple(index)), [() if d is None else x.dims[d] for d in old], x.partial)
 
 
+def cat(f: Any, xs: Sequence[Sharded], dim: int = 0) -> Sharded:
+    names = [[d if d != dim % x.ndim else (d, i) for d in range(x.ndim)] for i, x in enumerate(xs)]
+    values, axes = align(xs, names)
+    for x in values:
+        unsplit(x, dim)
+    return Sharded(each(f, [x.local for x in values], dim), [axes[n] for n in names[0]])
+
+
 def expand(f: Any, x: Sharded, *sizes: int) -> Sharded:
     return Sharded(each(f, x.local, *(-1 if d else n for n, d in zip(sizes, x.dims, strict=True))), x.dims, x.partial)
 
@@ -347,7 +362,7 @@ def shard_map(_: Any, body: Any, in_axes: Any, out_axes: Any, *args: Sharded) ->
 
 
 LINEAR = {"add", "radd", "sub", "flatten", "unflatten", "getitem", "gather", "constrain", "expand"}
-ELEMENTWISE = ("add", "radd", "sub", "rsub", "mul", "rmul", "silu", "sigmoid", "clamp", "float", "double")
+ELEMENTWISE = ("add", "radd", "sub", "rsub", "mul", "rmul", "silu", "gelu", "sigmoid", "clamp", "float", "double", "to")
 RULES: dict[str, Callable[..., Any]] = dict.fromkeys(ELEMENTWISE, elementwise)
 RULES |= {"einsum": einsum, "flatten": flatten, "unflatten": unflatten, "getitem": getitem, "expand": expand}
-RULES |= {"gather": gather, "embedding": embedding, "constrain": constrain, "shard_map": shard_map}
+RULES |= {"cat": cat, "gather": gather, "embedding": embedding, "constrain": constrain, "shard_map": shard_map}

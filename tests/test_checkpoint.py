@@ -1,6 +1,8 @@
 """Checkpoints are read as they are, without copies, and anything that is not the model's is refused by name."""
 
+import functools
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -11,22 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kimi_graph import tree
+from kimi_graph import formats, tree
 from kimi_graph.checkpoint import (
-    DTYPES,
-    INDEX,
-    SINGLE,
     Checkpoint,
     audit,
+    load_packed,
     load_params,
     load_tree,
     param_dtype,
-    read_header,
+    pieces_of,
+    released_formats,
     save_checkpoint,
     write_shards,
 )
 from kimi_graph.errors import CheckpointError, ConfigError
 from kimi_graph.fixture import make_fixture, small_config
+from kimi_graph.headers import DTYPES, INDEX, SINGLE, read_header
 from kimi_graph.init import init_tensor
 from kimi_graph.models import model_specs
 from kimi_graph.read_config import load_config, parse_config
@@ -498,3 +500,224 @@ def test_a_fixture_is_a_checkpoint_of_its_own_config(tmp_path):
     made = make_fixture(load_config("kimi-linear-48b"), tmp_path / "tiny", layers=2)
     assert load_config(tmp_path / "tiny") == made.config
     assert audit(model_specs(made.config), Checkpoint.open(tmp_path / "tiny"), made.config.dtype).ok
+
+
+# Quantised weights.
+
+QUANTISED = ("kimi-k3", "kimi-k2.5", "deepseek-v3.2")
+
+
+@functools.cache
+def small(name):
+    """A model of two layers, quantised as released, its specs and random parameters in float32."""
+    config = parse_config(small_config(load_config(name), 2, quantised=True), origin="", name="small")
+    specs = model_specs(config)
+    params = tree.map_with_path(lambda path, s: init_tensor(s, path).to(param_dtype(s, config.dtype)), specs)
+    return config, specs, params
+
+
+@pytest.fixture(scope="module", params=QUANTISED)
+def packed(request, tmp_path_factory):
+    """A checkpoint with released names and formats, its config, specs and parameters. Not to be written to."""
+    config, specs, params = small(request.param)
+    folder = tmp_path_factory.mktemp("packed") / "packed"
+    save_checkpoint(folder, specs, params, config, packed=released_formats(config, specs))
+    return folder, config, specs, params
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_quantised_parameters_are_what_their_format_keeps(packed, dtype):
+    folder, config, specs, params = packed
+    forms = released_formats(config, specs)
+    loaded, placed = dict(tree.items(load_params(folder, config, dtype))), dict(tree.items(specs))
+    for path, value in tree.items(params):
+        if (form := forms.get(path)) is None:
+            assert torch.equal(loaded[path], value.to(loaded[path].dtype)), path
+            continue
+        for part, whole in zip(*(x.reshape(-1, *placed[path].stored) for x in (loaded[path], value)), strict=True):
+            assert torch.equal(part, formats.unpack(form, formats.pack(form, whole), dtype)), path
+
+
+def test_released_names_of_quantised_weights(packed):
+    folder, config, _, _ = packed
+    names = {name.rpartition("experts.")[2] for name in Checkpoint.open(folder).tensors if ".experts.0." in name}
+    expected = {
+        "mxfp4": {f"0.{w}.{part}" for w in ("w1", "w2", "w3") for part in ("weight_packed", "weight_scale")},
+        "int4": {
+            f"0.{w}_proj.{part}"
+            for w in ("gate", "up", "down")
+            for part in ("weight_packed", "weight_scale", "weight_shape")
+        },
+        "fp8": {f"0.{w}_proj.{part}" for w in ("gate", "up", "down") for part in ("weight", "weight_scale_inv")},
+    }
+    assert names == expected[config.quant.format]
+
+
+def test_the_number_of_tensors_and_bytes_of_kimi_k3_is_the_released_one():
+    config = load_config("kimi-k3")
+    specs = model_specs(config)
+    pieces = pieces_of(specs, config.dtype, released_formats(config, specs))
+    assert len(pieces) == 497_220
+    assert sum(p.bytes for p in pieces) == 1_560_860_324_864
+    shapes = {p.name: (p.dtype, p.shape) for p in pieces if ".layers.5.block_sparse_moe.experts.895." in p.name}
+    at = "language_model.model.layers.5.block_sparse_moe.experts.895"
+    assert shapes[f"{at}.w1.weight_packed"] == (torch.uint8, (3072, 1792))
+    assert shapes[f"{at}.w2.weight_scale"] == (torch.uint8, (3584, 96))
+
+
+def test_experts_are_dequantised_one_at_a_time(monkeypatch, packed):
+    """Beside the stack itself, memory holds one matrix."""
+    folder, config, specs, _ = packed
+    experts = dict(tree.items(specs))["layers.1.moe.gate_up"]
+    sizes = []
+    unpack = formats.unpack
+    monkeypatch.setattr(formats, "unpack", lambda *a: sizes.append((made := unpack(*a)).numel()) or made)
+    load_tree(experts, Checkpoint.open(folder), config.dtype)
+    assert sizes == [experts.numel // len(experts.source)] * len(experts.source)
+
+
+def test_a_scale_that_is_nan_is_refused_with_its_tensor(tmp_path):  # case W3
+    config, specs, params = small("kimi-k3")
+    write_shards(tmp_path, specs, params, config.dtype, 1 << 40, released_formats(config, specs))
+    tensors = released(tmp_path)
+    name = "language_model.model.layers.1.block_sparse_moe.experts.2.w3"
+    tensors[f"{name}.weight_scale"][0, 1] = 255
+    safetensors.torch.save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)}\.weight: weight_scale\[0, 1\] is 255, which is NaN"):
+        load_params(tmp_path, config)
+
+
+def test_parts_that_are_stored_in_the_format_asked_for_are_taken_as_they_are(packed):
+    folder, config, specs, _ = packed
+    checkpoint, form = Checkpoint.open(folder), config.quant.format
+    spec = dict(tree.items(specs))["layers.1.moe.gate_up"]
+    whole = load_packed(spec, checkpoint, form)
+    stems = [s.removesuffix(".weight") for s in spec.source]
+    for part, stack in whole.items():
+        assert stack.shape[:2] == spec.shape[:2]
+        for made, stem in zip(stack.flatten(0, 1), stems, strict=True):
+            assert same(made, checkpoint.read(f"{stem}.{part}"))
+
+
+@pytest.mark.parametrize("to", ["int8-g32", "int4-g32"])
+def test_a_stack_is_packed_anew_in_another_format(packed, to):
+    folder, config, specs, _ = packed
+    checkpoint = Checkpoint.open(folder)
+    spec = dict(tree.items(specs))["layers.1.moe.down"]
+    parts = load_packed(spec, checkpoint, to)
+    exact = load_tree(spec, checkpoint, torch.float64)
+    made = formats.unpack(to, parts, torch.float64)
+    assert made.shape == spec.shape
+    kept = {"mxfp4": ("int8-g32",), "int4": ("int8-g32", "int4-g32"), "fp8": ()}[config.quant.format]
+    assert torch.equal(made, exact) == (to in kept)
+
+
+def test_what_is_no_matrix_cannot_be_packed(packed):
+    folder, _, specs, _ = packed
+    with pytest.raises(CheckpointError, match=r"norm.weight: \[\d+\] is not a matrix to be stored as int8-g32"):
+        load_packed(specs.norm, Checkpoint.open(folder), "int8-g32")
+
+
+# Padding.
+
+RATES = "language_model.model.layers.0.self_attn.A_log"
+
+
+@pytest.fixture
+def padded(tmp_path):
+    """A parameter of 96 heads in a tensor of 128, as Kimi K3 stores it; the folder, and a function that writes it."""
+    spec = weight((96,), "heads", source=RATES, stored=(128,), dtype=torch.float32, padding=32)
+
+    def write(**changes):
+        values = torch.cat([torch.arange(1.0, 97.0), torch.zeros(32)])
+        for index, value in changes.items():
+            values[int(index[1:])] = value
+        safetensors.torch.save_file({RATES: values}, tmp_path / SINGLE)
+        return Checkpoint.open(tmp_path)
+
+    return spec, write
+
+
+def test_padding_is_no_part_of_a_parameter(padded):  # case W1
+    spec, write = padded
+    checkpoint = write()
+    assert audit({"a": spec}, checkpoint, torch.bfloat16).ok
+    heads = load_tree(spec, checkpoint, torch.bfloat16)
+    assert (heads.shape, heads.dtype) == ((96,), torch.float32)
+    for ways, rank, first, last in ((8, 7, 84, 95), (32, 31, 93, 95)):
+        assert heads.chunk(ways)[rank].tolist() == [float(i) for i in range(first + 1, last + 2)]
+
+
+def test_padding_that_is_not_zero_is_refused(padded):  # case W1
+    spec, write = padded
+    words = rf"{re.escape(RATES)}: 128 elements for a parameter of 96: .* must be zero, but element 100 is 0\.5"
+    with pytest.raises(CheckpointError, match=words):
+        load_tree(spec, write(i100=0.5), torch.float64)
+
+
+def test_padding_is_written_as_zeros(tmp_path, padded):
+    spec, _ = padded
+    write_shards(tmp_path, {"a": spec}, {"a": torch.arange(1.0, 97.0)}, torch.bfloat16, 1 << 30)
+    assert released(tmp_path)[RATES].tolist() == [*map(float, range(1, 97)), *[0.0] * 32]
+
+
+def test_sizes_of_one_are_dropped_and_added_by_writers(copy):
+    tensors = released(copy)
+    conv, rates = (f"model.layers.0.self_attn.{n}" for n in ("q_conv1d.weight", "A_log"))
+    assert tensors[conv].shape == (512, 1, 4)
+    assert tensors[rates].shape == (1, 1, 4, 1)
+    before = load_params(copy, CONFIG)
+    tensors |= {conv: tensors[conv][:, 0].contiguous(), rates: tensors[rates].flatten()}
+    safetensors.torch.save_file(tensors, copy / SINGLE)
+    after = load_params(copy, CONFIG)
+    assert all(same(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True))
+
+
+# Names.
+
+
+def test_two_names_that_differ_in_a_dot_are_two_tensors(tmp_path):  # case W7
+    """`a.b_c` and `a_b.c` would be one file where dots become underscores."""
+    names = ("self_attention_res.proj_weight", "self_attention_res_proj.weight")
+    specs = {str(i): weight((1, 4), "_ _", source=name) for i, name in enumerate(names)}
+    values = {str(i): torch.full((1, 4), float(i)) for i in range(2)}
+    write_shards(tmp_path, specs, values, torch.bfloat16, 1 << 30)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert audit(specs, checkpoint, torch.bfloat16).ok
+    loaded = load_tree(specs, checkpoint, torch.float32)
+    assert all(torch.equal(loaded[k], values[k]) for k in values)
+
+
+@pytest.mark.parametrize(
+    "prefix, older", [("", False), ("model.", True), ("language_model.", True), ("model.language_model.", False)]
+)  # case W7
+def test_a_checkpoint_under_other_names_is_the_same_model(tmp_path, prefix, older):
+    config, specs, params = small("kimi-k3")
+    write_shards(tmp_path, specs, params, config.dtype, 1 << 40, released_formats(config, specs))
+    before = load_params(tmp_path, config)
+
+    def renamed(name):
+        name = name.replace("language_model.model.", prefix).replace("language_model.lm_head", "lm_head")
+        if older:
+            name = re.sub(r"_res_(proj|norm)\.weight$", r"_res.\1_weight", name)
+            name = name.replace("mm_projector.proj.0", "mm_projector.linear_1")
+            name = name.replace("mm_projector.proj.2", "mm_projector.linear_2")
+        return name
+
+    tensors = {renamed(name): tensor for name, tensor in released(tmp_path).items()}
+    safetensors.torch.save_file(tensors, tmp_path / SINGLE)
+    after = load_params(tmp_path, config)
+    assert all(same(a, b) for a, b in zip(tree.leaves(before), tree.leaves(after), strict=True))
+
+
+def test_w1_is_gate_w3_is_up_and_w2_is_down(packed):  # case W3
+    folder, config, _, _ = packed
+    if config.model_type != "kimi_k3":
+        return
+    moe = load_params(folder, config).layers[1].moe
+    stored = released(folder)
+    for e in (0, 7, 15):
+        at = f"language_model.model.layers.1.block_sparse_moe.experts.{e}."
+        for name, matrix in (("w1", moe.gate_up[e, 0]), ("w3", moe.gate_up[e, 1]), ("w2", moe.down[e])):
+            parts = {part: stored[f"{at}{name}.{part}"] for part in ("weight_packed", "weight_scale")}
+            assert torch.equal(matrix, formats.unpack("mxfp4", parts, torch.bfloat16))

@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["compile", "inspect", "fixture", "verify"]
+COMMANDS = ["compile", "inspect", "fixture", "check", "verify"]
 
 
 class Found:
@@ -24,6 +24,7 @@ class Found:
 
     passed = True
     config = types.SimpleNamespace(layers=[None] * 5)
+    assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
     summary = "2 graphs, 12 nodes"
 
@@ -49,6 +50,8 @@ def run(monkeypatch):
             return call
 
         for module, names in {
+            "kimi_graph.check": ["check_checkpoint", "folder_of"],
+            "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.torchair_host": ["default_cache"],
@@ -92,7 +95,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["compile", "inspect", "fixture", "compile", "verify"]
+    assert shown == ["compile", "inspect", "fixture", "check", "compile", "verify"]
 
 
 def test_the_version_is_the_packages():
@@ -139,11 +142,19 @@ def test_a_command_ends_with_what_was_made_where_and_how_long(run):
     assert result.exit_code == 0
     assert re.fullmatch(r"2 graphs, 12 nodes -> b in \d+\.\d s", result.stdout.splitlines()[-1])
     _, options = called["compile_model"]
-    assert (options["target"].name, options["phases"], options["out"]) == ("a3", ("prefill", "decode"), Path("b"))
+    assert (options["target"].name, options["phases"], options["out"]) == ("a3", None, Path("b"))
+
+
+def test_what_a_config_assumes_is_said_on_standard_error(run):
+    for arguments in (["fixture", "m", "-o", "b"], ["compile", "m", "--target", "a3", "-o", "b"]):
+        result, _ = run(arguments)
+        assert "assumed: the moon is round\n" in result.stderr
+        assert "assumed" not in result.stdout
 
 
 def test_a_fixture_ends_with_its_size(run):
-    result, _ = run(["fixture", "kimi-linear-48b", "-o", "b"])
+    result, called = run(["fixture", "kimi-linear-48b", "-o", "b"])
+    assert called["make_fixture"][1]["quantised"] is False
     assert re.fullmatch(r"fixture of kimi-linear-48b: 5 layers, 7 tensors, 1\.5 MB -> b in \d+\.\d s\n", result.stdout)
 
 
@@ -172,7 +183,9 @@ def test_a_folder_is_a_checkpoint_and_a_preset_is_not(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["inspect", "b"], ["inspect", "b", "--graph", "decode"], ["verify", "b"]], ids=str
+    "arguments",
+    [["inspect", "b"], ["inspect", "b", "--graph", "decode"], ["inspect", "b", "--cost"], ["verify", "b"]],
+    ids=str,
 )
 def test_json_mode_prints_json_and_nothing_else(run, arguments):
     result, _ = run([*arguments, "--json"])

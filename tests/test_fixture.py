@@ -73,7 +73,7 @@ def test_dimensions_an_operator_is_written_for_are_the_released_ones():
     def fixed(mixer):
         if isinstance(mixer, KdaConfig):
             return (mixer.key, mixer.value, mixer.conv_width, mixer.gate_rank, mixer.gate_lower_bound)
-        return (mixer.latent, mixer.key_nope, mixer.key_rope, mixer.value, mixer.nope)
+        return (mixer.latent, mixer.key_nope, mixer.key_rope, mixer.value, mixer.scale, mixer.rope)
 
     assert {fixed(x.mixer) for x in small().layers} == {fixed(x.mixer) for x in BASE.layers}
     assert small().norm_eps == BASE.norm_eps
@@ -95,9 +95,9 @@ def test_a_fixture_of_a_small_model_does_not_grow():
 
 
 def test_special_tokens_stay_behind_the_bytes():
-    assert (small().bos, small().eos, small().pad) == (256, 258, 511)  # as far from the end as in the released file
+    assert (small().bos, small().eos, small().pad) == (256, (258,), 511)  # as far from the end as in the released file
     other = small(bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    assert (other.bos, other.eos, other.pad) == (257, 258, 256)
+    assert (other.bos, other.eos, other.pad) == (257, (258,), 256)
 
 
 def test_models_without_one_kind_of_layer_have_fixtures_without_it():
@@ -240,7 +240,7 @@ def test_special_tokens_are_those_of_the_config(tokenizer, tiny):
     config = tiny.config
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (
         config.bos,
-        config.eos,
+        config.eos[0],
         config.pad,
     )
 
@@ -270,7 +270,7 @@ def test_transformers_loads_a_fixture_without_missing_or_unexpected_keys(tiny):
     assert sum(p.numel() for p in model.state_dict().values()) == sum(
         s.numel for s in tree.leaves(model_specs(tiny.config))
     )
-    assert model.generation_config.eos_token_id == tiny.config.eos
+    assert model.generation_config.eos_token_id == tiny.config.eos[0]
 
 
 # Random parameters.

@@ -67,13 +67,14 @@ def imports(name, path):
 
 # A module's floor; it may import from its own floor and the ones before it. First match counts.
 FLOORS = [
-    ("language", r"kimi_graph\.(errors|tree|spec|config|taps|files|_links)"),
+    ("language", r"kimi_graph\.(errors|tree|spec|config|formats|taps|files|_links)"),
     ("parallel", r"kimi_graph\.parallel"),
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
-    ("models", r"kimi_graph\.(models|read_config|checkpoint|init|fixture|tokenizer)"),
+    ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
+    ("files", r"kimi_graph\.(headers|naming|audit|checkpoint|fixture)"),
     ("compile", r"kimi_graph\.compile"),
-    ("cli", r"kimi_graph\.(cli|__main__)"),
+    ("cli", r"kimi_graph\.(check|cli|__main__)"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ FORMS = {
     "sub": (2, lambda x, y: (x - y) - 0.5),
     "add twice": (1, lambda x: x + x),
     "mul": (2, lambda x, y: 2 * (x * y)),
-    "elementwise": (1, lambda x: F.silu(x).sigmoid().clamp(min=0.2).float().double()),
+    "elementwise": (1, lambda x: F.gelu(F.silu(x)).sigmoid().clamp(min=0.2).float().double()),
     "einsum keeps": (2, lambda x, y: torch.einsum("ab,cb->ac", x, y)),
     "einsum batch": (2, lambda x, y: torch.einsum("ab,ab->a", x, y)),
     "einsum transposes": (1, lambda x: torch.einsum("ab->ba", x)),
@@ -32,6 +33,8 @@ FORMS = {
     "unflatten, flatten": (1, lambda x: x.unflatten(0, (2, 2)).flatten(0, 1)),
     "getitem": (1, lambda x: x[..., :3]),
     "getitem None": (1, lambda x: x[1:3, None, :]),
+    "cat": (2, lambda x, y: torch.cat([x, y, x[:, :3]], -1)),
+    "cat rows": (2, lambda x, y: torch.cat([x, y])),
     "expand": (1, lambda x: x[:, None].expand(-1, 3, 8)),
     "gather": (1, lambda x: torch.gather(x, 1, INDEX)),
     "embedding": (1, lambda x: F.embedding(INDEX % 4, x)),
@@ -39,8 +42,13 @@ FORMS = {
     "constrain": (1, lambda x: constrain(x, "first", "last")),
     "constrain both": (1, lambda x: constrain(x, "both", None)),
     "an operator that sums": (2, lambda x, y: matmul(x, y, True)),
+    "an operator of a list": (2, lambda x, y: mix([x[None], y[None], x[None]])),
     "an operator along a dimension": (2, lambda x, y: ops.gated_rms_norm(x, y, torch.ones(8).double(), 1e-5)),
 }
+
+
+def mix(sources: list[Any]) -> Any:
+    return ops.residual_mix(sources, torch.ones(8).double(), torch.linspace(-1, 1, 8).double(), 1e-5).flatten(0, 1)
 
 
 def placements(mesh: Mesh, x: Tensor) -> Iterator[Sharded]:
@@ -74,5 +82,5 @@ def test_a_rule_is_exact_or_refuses(form):
 
 
 def test_every_rule_is_tried():
-    tried = " ".join(FORMS) + " silu sigmoid clamp float double rmul rsub"
+    tried = " ".join(FORMS) + " silu gelu sigmoid clamp float double rmul rsub"
     assert {name for name in RULES if name not in tried} == {"shard_map"}

@@ -11,10 +11,13 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
+from kimi_graph import ops, tree
+from kimi_graph.config import RopeConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.spec import ParamSpec
 from kimi_graph.tree import Leaf, param_tree
+
+from .rope import rope_rows
 
 
 @param_tree
@@ -28,6 +31,8 @@ class Batch(Generic[Leaf]):
         block_table: `[B, pages of a sequence]` int32, the cache pages of each row, in order.
         slot_mapping: `[B * T]` int64, cache row (page * page size + offset) each new token is written to; padding goes
             to page 0.
+        cos, sin: `[B, T, R / 2]` float32, of the angles that the new tokens' rope channels turn by; None without
+            rotation.
     """
 
     slots: Leaf
@@ -35,6 +40,8 @@ class Batch(Generic[Leaf]):
     counts: Leaf
     block_table: Leaf
     slot_mapping: Leaf
+    cos: Leaf | None = None
+    sin: Leaf | None = None
 
 
 @param_tree
@@ -58,38 +65,78 @@ class MlaState(Generic[Leaf]):
 
     Attributes:
         latent: `[P, page size, L]`, after its norm.
-        rope: `[P, page size, R]`.
+        rope: `[P, page size, R]`, turned by its position where the model rotates.
+        index: `[P, page size, index key]`, keys of the layer's own indexer; None where it has none.
     """
 
     latent: Leaf
     rope: Leaf
+    index: Leaf | None = None
 
 
 def step_batch(
-    block_table: Tensor, slots: Tensor, before: Tensor, counts: Tensor, tokens: int, page: int
+    block_table: Tensor,
+    slots: Tensor,
+    before: Tensor,
+    counts: Tensor,
+    tokens: int,
+    page: int,
+    *,
+    rope: tuple[RopeConfig, int] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Batch[Tensor]:
-    """The `Batch` of a step of at most `tokens` new tokens a row, for sequences that hold `before` tokens each."""
+    """The `Batch` of a step of at most `tokens` new tokens a row, for sequences that hold `before` tokens each.
+
+    Args:
+        rope: rotation of the model and its channels; None: the model has none.
+        dtype: of `cos` and `sin`.
+    """
     rows = torch.arange(tokens, device=before.device)
     position = before[:, None] + rows
     inside = rows < counts[:, None]
     last = block_table.shape[1] - 1
     pages = torch.gather(block_table.long(), 1, (position // page).clamp(max=last))
     mapping = torch.where(inside, pages * page + position % page, rows % page)
+    cos, sin = (None, None) if rope is None else (x.to(dtype) for x in rope_rows(*rope, position))
     return Batch(
-        slots=slots, lengths=before + counts, counts=counts, block_table=block_table, slot_mapping=mapping.reshape(-1)
+        slots=slots,
+        lengths=before + counts,
+        counts=counts,
+        block_table=block_table,
+        slot_mapping=mapping.reshape(-1),
+        cos=cos,
+        sin=sin,
     )
 
 
-def row_batch(rows: int, tokens: int, *, before: int = 0, room: int | None = None, device: Any = None) -> Batch[Tensor]:
+def row_batch(
+    rows: int,
+    tokens: int,
+    *,
+    before: int = 0,
+    room: int | None = None,
+    device: Any = None,
+    rope: tuple[RopeConfig, int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Batch[Tensor]:
     """The `Batch` of full rows in the plainest layout: row i owns slot i + 1 and page i + 1.
 
     Args:
         before: tokens every sequence holds already.
         room: tokens a sequence can hold, which is the page size; by default just these.
+        rope, dtype: see `step_batch`.
     """
     own = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
     held, counts = torch.tensor([[before], [tokens]], device=device).expand(2, rows)
-    return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens)
+    return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens, rope=rope, dtype=dtype)
+
+
+def turn(x: Tensor, batch: Batch[Tensor], interleaved: bool) -> Tensor:
+    """Channels `[B, T, R]` or `[B, T, H, R]` of the new tokens, rotated by their positions."""
+    assert batch.cos is not None and batch.sin is not None, "a batch without the angles of this model's rotation"
+    if x.ndim == 3:
+        return ops.rope(x[:, :, None], batch.cos, batch.sin, interleaved).flatten(2, 3)
+    return ops.rope(x, batch.cos, batch.sin, interleaved)
 
 
 def zero_state(specs: Any, like: Tensor) -> Any:
@@ -107,10 +154,13 @@ def one_token(layer: str, x: Tensor) -> None:
         raise ConfigError(f"{layer}: step=True takes one token a row, found {x.shape[1]}; use step=False for more.")
 
 
-def new_rows(layer: str, given: tuple[Any, Any], specs: Any, x: Tensor) -> tuple[Any, Batch[Tensor]]:
+def new_rows(
+    layer: str, given: tuple[Any, Any], specs: Any, x: Tensor, rope: tuple[RopeConfig, int] | None = None
+) -> tuple[Any, Batch[Tensor]]:
     """State and batch of sequences that start with `x`, for a layer called with neither."""
     if given != (None, None):
         raise ConfigError(
             f"{layer}: `state` or `batch` without the other; give both, or neither to start new sequences."
         )
-    return zero_state(specs, x), row_batch(*x.shape[:2], device=x.device)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return zero_state(specs, x), row_batch(*x.shape[:2], device=x.device, rope=rope, dtype=dtype)

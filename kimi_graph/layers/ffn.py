@@ -1,10 +1,12 @@
-"""SwiGLU feed-forward layer. Axes: B sequences, T tokens, D embed, F ffn."""
+"""Gated feed-forward layer, SwiGLU or SiTU. Axes: B sequences, T tokens, D embed, F ffn."""
 
 from typing import Generic
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from kimi_graph import ops
+from kimi_graph.config import SituConfig
 from kimi_graph.ops import contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
@@ -25,8 +27,12 @@ def ffn_specs(ffn: int, embed: int) -> Ffn[ParamSpec]:
     )
 
 
-def ffn(p: Ffn[Tensor], x_BTD: Tensor) -> Tensor:
-    """`down(silu(gate x) * up x)` over the last dimension: `[B, T, D]` -> `[B, T, D]`."""
+def ffn(p: Ffn[Tensor], x_BTD: Tensor, situ: SituConfig | None = None) -> Tensor:
+    """`down(silu(gate x) * up x)` over the last dimension, or SiTU in place of silu: `[B, T, D]` -> `[B, T, D]`."""
     gate_BTF = contract("btd,fd->btf", x_BTD, p.gate)
     up_BTF = contract("btd,fd->btf", x_BTD, p.up)
-    return contract("btf,df->btd", F.silu(gate_BTF) * up_BTF, p.down)
+    if situ is None:
+        h_BTF = F.silu(gate_BTF) * up_BTF
+    else:
+        h_BTF = ops.situ_mul(gate_BTF, up_BTF, situ.beta, situ.linear_beta)
+    return contract("btf,df->btd", h_BTF, p.down)

@@ -4,6 +4,7 @@ Axes: B sequences, T tokens, D embed, H heads, K key, V value, R gate_rank, S sl
 Source: Kimi Linear (arXiv:2510.26692), sections 3 and 4; fact sheet of models, section 3. `source=`: released names.
 """
 
+import math
 from typing import Generic
 
 import torch
@@ -21,6 +22,8 @@ from .batch import Batch, KdaState, new_rows, one_token
 
 @param_tree
 class Kda(Generic[Leaf]):
+    """The output gate is one matrix (`gate`) or a product of two (`gate_down`, `gate_up`); the others are None."""
+
     query: Leaf
     key: Leaf
     value: Leaf
@@ -32,8 +35,9 @@ class Kda(Generic[Leaf]):
     decay_bias: Leaf
     log_rate: Leaf
     beta: Leaf
-    gate_down: Leaf
-    gate_up: Leaf
+    gate: Leaf | None
+    gate_down: Leaf | None
+    gate_up: Leaf | None
     norm: Leaf
     out: Leaf
 
@@ -43,13 +47,13 @@ def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
     f32 = torch.float32
 
     def project(name: str, size: int) -> ParamSpec:
-        axes = "heads key embed" if name != "v_proj" else "heads value embed"
+        axes = "heads value embed" if name in ("v_proj", "g_proj") else "heads key embed"
         return weight((c.heads, size, embed), axes, source=f"{name}.weight", stored=(c.heads * size, embed))
 
     def conv(name: str, size: int) -> ParamSpec:
         axes = "heads key _" if name != "v_conv1d" else "heads value _"
         stored = (c.heads * size, 1, c.conv_width)
-        return weight((c.heads, size, c.conv_width), axes, source=f"{name}.weight", stored=stored)
+        return weight((c.heads, size, c.conv_width), axes, source=f"{name}.weight", stored=stored, dtype=c.conv_dtype)
 
     def up(name: str, size: int, axis: str) -> ParamSpec:
         stored = (c.heads * size, c.gate_rank)
@@ -65,11 +69,21 @@ def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
         decay_down=weight((c.gate_rank, embed), "gate_rank embed", source="f_a_proj.weight"),
         decay_up=up("f_b_proj", c.key, "key"),
         decay_bias=weight((c.heads, c.key), "heads key", source="dt_bias", stored=(keys,), dtype=f32),
-        log_rate=weight((c.heads,), "heads", source="A_log", stored=(1, 1, c.heads, 1), dtype=f32),
+        log_rate=weight(
+            (c.heads,),
+            "heads",
+            source="A_log",
+            stored=c.stored_rates,
+            padding=math.prod(c.stored_rates) - c.heads,
+            dtype=f32,
+        ),
         beta=weight((c.heads, embed), "heads embed", source="b_proj.weight"),
-        gate_down=weight((c.gate_rank, embed), "gate_rank embed", source="g_a_proj.weight"),
-        gate_up=up("g_b_proj", c.value, "value"),
-        norm=weight((c.value,), "value", source="o_norm.weight"),
+        gate=project("g_proj", c.value) if c.full_rank_gate else None,
+        gate_down=None
+        if c.full_rank_gate
+        else weight((c.gate_rank, embed), "gate_rank embed", source="g_a_proj.weight"),
+        gate_up=None if c.full_rank_gate else up("g_b_proj", c.value, "value"),
+        norm=weight((c.value,), "value", source="o_norm.weight", dtype=c.conv_dtype),
         out=weight((embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, values)),
     )
 
@@ -130,7 +144,11 @@ def kda(
         o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale)
     memory = tap("state", memory, lambda m: m[batch.slots.long()])
 
-    gate_BTHV = contract("btr,hvr->bthv", contract("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
+    if p.gate is not None:
+        gate_BTHV = contract("btd,hvd->bthv", x_BTD, p.gate)
+    else:
+        assert p.gate_down is not None and p.gate_up is not None
+        gate_BTHV = contract("btr,hvr->bthv", contract("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
     o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
     return y_BTD, KdaState(memory=memory, query=query, key=key, value=value)

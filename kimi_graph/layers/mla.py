@@ -1,7 +1,12 @@
-"""NoPE multi-head latent attention: keys and values of all heads are read from one small latent per token.
+"""Multi-head latent attention: keys and values of all heads are read from one small latent per token.
 
-Axes: B sequences, T new tokens, C cached tokens, D embed, H heads, N key_nope, R key_rope, V value, L latent.
-Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; Kimi Linear (arXiv:2510.26692) uses it without rotation.
+With an indexer (DSA), a query attends only to the cached tokens that the indexer selects; where a sequence's pages hold
+no more than it would select, that is all of them and the layer is dense.
+
+Axes: B sequences, T new tokens, C cached tokens, D embed, Q query_latent, H heads, N key_nope, R key_rope, V value,
+L latent, J selected tokens.
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3.2 report (arXiv:2512.02556); fact sheet of models,
+sections 2.4 and 5. `source=`: released names.
 """
 
 from typing import Generic
@@ -9,49 +14,67 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from kimi_graph import ops
+from kimi_graph import ops, tree
 from kimi_graph.config import MlaConfig
 from kimi_graph.ops import contract
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState, new_rows, one_token
-
-LATENT_EPS = 1e-6  # released code builds this norm with its class default, not with rms_norm_eps
+from .batch import Batch, MlaState, new_rows, one_token, turn
+from .indexer import Indexer, index_key, indexer_specs, select
 
 
 @param_tree
 class Mla(Generic[Leaf]):
+    """`query_down` and `query_norm` are None where queries are projected by one matrix; `gate` without output gate;
+    `indexer` where the layer is dense or reuses another's selection."""
+
+    query_down: Leaf | None
+    query_norm: Leaf | None
     query: Leaf
     latent: Leaf
     latent_norm: Leaf
     up: Leaf
+    gate: Leaf | None
     out: Leaf
+    indexer: Indexer[Leaf] | None
 
 
 def mla_specs(c: MlaConfig, embed: int) -> Mla[ParamSpec]:
-    up = c.key_nope + c.value
+    keys, up, values = c.heads * c.key, c.key_nope + c.value, c.heads * c.value
+    low = c.query_latent
+    if low is None:
+        query = weight((c.heads, c.key, embed), "heads key embed", source="q_proj.weight", stored=(keys, embed))
+    else:
+        query = weight((c.heads, c.key, low), "heads key query_latent", source="q_b_proj.weight", stored=(keys, low))
+    gate = weight((c.heads, c.value, embed), "heads value embed", source="g_proj.weight", stored=(values, embed))
+    indexer = None
+    if c.indexer is not None and not c.indexer.shared:
+        assert low is not None, "the indexer reads the query's low-rank form"
+        indexer = tree.map(lambda s: s.under("indexer."), indexer_specs(c.indexer, embed, low))
     return Mla(
-        query=weight(
-            (c.heads, c.key, embed), "heads key embed", source="q_proj.weight", stored=(c.heads * c.key, embed)
-        ),
+        query_down=None if low is None else weight((low, embed), "query_latent embed", source="q_a_proj.weight"),
+        query_norm=None if low is None else weight((low,), "query_latent", source="q_a_layernorm.weight"),
+        query=query,
         latent=weight((c.latent + c.key_rope, embed), "latent embed", source="kv_a_proj_with_mqa.weight"),
         latent_norm=weight((c.latent,), "latent", source="kv_a_layernorm.weight"),
         up=weight(
             (c.heads, up, c.latent), "heads key latent", source="kv_b_proj.weight", stored=(c.heads * up, c.latent)
         ),
-        out=weight(
-            (embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, c.heads * c.value)
-        ),
+        gate=gate if c.output_gate else None,
+        out=weight((embed, c.heads, c.value), "embed heads value", source="o_proj.weight", stored=(embed, values)),
+        indexer=indexer,
     )
 
 
 def mla_state_specs(c: MlaConfig, pages: int, page: int, dtype: torch.dtype) -> MlaState[ParamSpec]:
     """Shapes, dtypes and axes of the cache (specs without a checkpoint source)."""
+    own_index = c.indexer is not None and not c.indexer.shared
     return MlaState(
         latent=weight((pages, page, c.latent), "pages _ latent", source="", dtype=dtype),
         rope=weight((pages, page, c.key_rope), "pages _ _", source="", dtype=dtype),
+        index=weight((pages, page, c.indexer.key), "pages _ _", source="", dtype=dtype) if own_index else None,  # type: ignore[union-attr]
     )
 
 
@@ -63,37 +86,98 @@ def mla(
     batch: Batch[Tensor] | None = None,
     *,
     step: bool = False,
-) -> tuple[Tensor, MlaState[Tensor]]:
-    """Attend causally over the cache and the new tokens: `[B, T, D]` -> `[B, T, D]` and the next cache.
+    selected: Tensor | None = None,
+) -> tuple[Tensor, MlaState[Tensor], Tensor | None]:
+    """Attend causally over the cache and the new tokens: `[B, T, D]` -> `[B, T, D]`, the next cache and the selection.
 
     Args:
         state, batch: what the sequences have seen and where they stand; without both, B sequences start here, in a
             cache with room for just these tokens.
-        step: one token a row, absorbed form (queries go into the latent space); else the expanded form. Same result.
+        step: one token a row. Where the layer is dense, a step has the absorbed form (queries go into the latent
+            space), else the expanded form; same result.
+        selected: `[B, T, J]`, selection of the last layer that has an indexer, for one that shares it.
+
+    Returns:
+        the selection too, None where the layer is dense.
     """
+    rotation = None if c.rope is None else (c.rope, c.key_rope)
     if state is None or batch is None:
         rows, tokens, _ = x_BTD.shape
         specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
-        new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD)
+        new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD, rotation)
         state, batch = new
-    q_BTHK = contract("btd,hkd->bthk", x_BTD, p.query)
-    q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], q_BTHK[..., c.key_nope :]
+    query_BTX = x_BTD
+    if p.query_down is not None and p.query_norm is not None:
+        query_BTX = ops.rms_norm(contract("btd,qd->btq", x_BTD, p.query_down), p.query_norm, c.latent_eps)
+    q_BTHK = contract("btx,hkx->bthk", query_BTX, p.query)
+    q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], rotate(c, q_BTHK[..., c.key_nope :], batch)
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
-    latent_BTL = ops.rms_norm(low_BTL[..., : c.latent], p.latent_norm, LATENT_EPS)
-    rope_BTR = low_BTL[..., c.latent :]
+    latent_BTL = ops.rms_norm(low_BTL[..., : c.latent], p.latent_norm, c.latent_eps)
+    rope_BTR = rotate(c, low_BTL[..., c.latent :], batch)
     latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
+    index = state.index
+    if p.indexer is not None:
+        assert c.indexer is not None and index is not None, "an indexer without its configuration or its cache"
+        index = ops.index_write(index_key(p.indexer, c.indexer, x_BTD, batch), index, batch.slot_mapping)
 
-    up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
-    scale = c.key**-0.5
-    if step:
-        one_token("mla", x_BTD)
-        q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
-        o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, scale)
-        o_BTHV = contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)
+    if c.indexer is None or batch.block_table.shape[1] * latent.shape[1] <= c.indexer.top_k:
+        selected = None
+        o_BTHV = dense(p, c, q_BTHN, q_BTHR, latent, rope, batch, step=step)
     else:
-        latent_BCL, rope_BCR = ops.cache_read(latent, rope, batch.block_table)
-        k_BCHN = contract("bcl,hnl->bchn", latent_BCL, up_key_HNL)
-        v_BCHV = contract("bcl,hvl->bchv", latent_BCL, up_value_HVL)
-        o_BTHV = ops.attention(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts, scale)
-    y_BTD = contract("bthv,dhv->btd", tap("heads", o_BTHV), p.out)
-    return y_BTD, MlaState(latent=tap("latent", latent), rope=rope)
+        if p.indexer is not None:
+            assert index is not None
+            selected = select(p.indexer, c.indexer, x_BTD, query_BTX, index, batch)
+        assert selected is not None, "a layer that shares a selection was given none"
+        selected = tap("selected", selected)
+        o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch)
+    o_BTHV = tap("heads", o_BTHV)
+    if p.gate is not None:
+        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", x_BTD, p.gate))
+    y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
+    return y_BTD, MlaState(latent=tap("latent", latent), rope=rope, index=index), selected
+
+
+def rotate(c: MlaConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """Rope channels `[B, T, R]` or `[B, T, H, R]` turned by position; as they are where the model does not rotate."""
+    return x if c.rope is None else turn(x, batch, c.rope.interleaved)
+
+
+def dense(
+    p: Mla[Tensor],
+    c: MlaConfig,
+    q_BTHN: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    batch: Batch[Tensor],
+    *,
+    step: bool,
+) -> Tensor:
+    """Attention to all tokens up to each query: `[B, T, H, V]`."""
+    up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
+    if step:
+        one_token("mla", q_BTHN)
+        q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
+        o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, c.scale)
+        return contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)
+    latent_BCL, rope_BCR = ops.cache_read(latent, rope, batch.block_table)
+    k_BCHN = contract("bcl,hnl->bchn", latent_BCL, up_key_HNL)
+    v_BCHV = contract("bcl,hvl->bchv", latent_BCL, up_value_HVL)
+    return ops.attention(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts, c.scale)
+
+
+def sparse(
+    p: Mla[Tensor],
+    c: MlaConfig,
+    q_BTHN: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    selected_BTJ: Tensor,
+    batch: Batch[Tensor],
+) -> Tensor:
+    """Attention to the selected tokens, absorbed: `[B, T, H, V]`."""
+    q_BTHL = contract("bthn,hnl->bthl", q_BTHN, p.up[:, : c.key_nope])
+    rows = (batch.block_table, batch.lengths, batch.counts)
+    o_BTHL = ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, c.scale)
+    return contract("bthl,hvl->bthv", o_BTHL, p.up[:, c.key_nope :])

@@ -1,16 +1,22 @@
 """Mixture of experts: a float32 sigmoid router, routed experts in groups, shared experts beside them.
 
-Axes: B sequences, T tokens, N = B * T rows, D embed, E experts, K experts per token, F ffn.
-Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; the correction bias takes part in the selection only.
+Routed experts may work in a space of their own, narrower than the model's (latent experts), between a projection down
+and one back up, and their sum may be normalised there; shared experts always have the model's width.
+
+Axes: B sequences, T tokens, N = B * T rows, D embed, E experts, K experts per token, F ffn, L width of latent experts,
+X what routed experts read: L or D.
+Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; the correction bias takes part in the selection only. Fact sheet
+of models, section 2.6.
 """
 
+import functools
 from typing import Generic
 
 import torch
 from torch import Tensor
 
 from kimi_graph import ops
-from kimi_graph.config import MoeConfig
+from kimi_graph.config import KIMI_NAMES, MoeConfig, Names, SituConfig
 from kimi_graph.ops import at_least_f32, contract
 from kimi_graph.parallel import constrain, local_ids, shard_map, summand
 from kimi_graph.spec import ParamSpec, weight
@@ -22,23 +28,41 @@ from .ffn import Ffn, ffn, ffn_specs
 
 @param_tree
 class Moe(Generic[Leaf]):
+    """`down_latent`, `up_latent` and `latent_norm` are None where routed experts have the model's width."""
+
     router: Leaf
     bias: Leaf
+    down_latent: Leaf | None
     gate_up: Leaf
     down: Leaf
+    latent_norm: Leaf | None
+    up_latent: Leaf | None
     shared: Ffn[Leaf]
 
 
-def moe_specs(c: MoeConfig, embed: int) -> Moe[ParamSpec]:
-    gate_up = tuple(f"experts.{e}.{w}.weight" for e in range(c.experts) for w in ("w1", "w3"))
-    down = tuple(f"experts.{e}.w2.weight" for e in range(c.experts))
+def moe_specs(c: MoeConfig, embed: int, names: Names = KIMI_NAMES) -> Moe[ParamSpec]:
+    """Specs by the checkpoint's spelling, without what stands before `gate.weight`.
+
+    The latent projections' `expert_embed` may be split, not the norm between them; experts have it whole.
+    """
+    gate_name, up_name, down_name = names.experts
+    gate_up = tuple(f"experts.{e}.{w}.weight" for e in range(c.experts) for w in (gate_name, up_name))
+    down = tuple(f"experts.{e}.{down_name}.weight" for e in range(c.experts))
     f32 = torch.float32
     shared = ffn_specs(c.shared_ffn, embed)
+    width, inner = (embed, "embed") if c.latent is None else (c.latent, "_")
+    down_latent = up_latent = None
+    if c.latent is not None:
+        down_latent = weight((width, embed), "expert_embed embed", source="routed_expert_down_proj.weight")
+        up_latent = weight((embed, width), "embed expert_embed", source="routed_expert_up_proj.weight")
     return Moe(
         router=weight((c.experts, embed), "_ embed", source="gate.weight"),
         bias=weight((c.experts,), "_", source="gate.e_score_correction_bias", dtype=f32),
-        gate_up=weight((c.experts, 2, c.ffn, embed), "experts _ expert_ffn embed", source=gate_up),
-        down=weight((c.experts, embed, c.ffn), "experts embed expert_ffn", source=down),
+        down_latent=down_latent,
+        gate_up=weight((c.experts, 2, c.ffn, width), f"experts _ expert_ffn {inner}", source=gate_up),
+        down=weight((c.experts, width, c.ffn), f"experts {inner} expert_ffn", source=down),
+        latent_norm=weight((width,), "_", source="routed_expert_norm.weight") if c.latent_norm else None,
+        up_latent=up_latent,
         shared=Ffn(
             gate=shared.gate.under("shared_experts."),
             up=shared.up.under("shared_experts."),
@@ -47,27 +71,40 @@ def moe_specs(c: MoeConfig, embed: int) -> Moe[ParamSpec]:
     )
 
 
-def experts(x_ND: Tensor, chosen_NK: Tensor, weight_NK: Tensor, gate_up_EGFD: Tensor, down_EDF: Tensor) -> Tensor:
-    """Every row through its K experts, and their weighted sum: `[N, D]`. The body of a `shard_map`.
+def experts(
+    x_NX: Tensor,
+    chosen_NK: Tensor,
+    weight_NK: Tensor,
+    gate_up_EGFX: Tensor,
+    down_EXF: Tensor,
+    *,
+    situ: SituConfig | None = None,
+) -> Tensor:
+    """Every row through its K experts, and their weighted sum: `[N, X]`. The body of a `shard_map`.
 
     `chosen_NK` are ids among all experts. A device that has some of them gives their part of the sum. It needs every
     row they may get, so rows may not be split over the mesh axes that split experts.
     """
-    count = gate_up_EGFD.shape[0]
-    x_MD, row, group_sizes = ops.moe_dispatch(x_ND, local_ids(chosen_NK, "experts", count), count)
-    h_MF = ops.swiglu(ops.grouped_matmul(x_MD, gate_up_EGFD.flatten(1, 2), group_sizes))
-    y_MD = ops.grouped_matmul(h_MF, down_EDF, group_sizes)
-    return summand(ops.moe_combine(y_MD, row, weight_NK), "experts", "expert_ffn")
+    count = gate_up_EGFX.shape[0]
+    x_MX, row, group_sizes = ops.moe_dispatch(x_NX, local_ids(chosen_NK, "experts", count), count)
+    gate_up_MF = ops.grouped_matmul(x_MX, gate_up_EGFX.flatten(1, 2), group_sizes)
+    h_MF = ops.swiglu(gate_up_MF) if situ is None else ops.situ(gate_up_MF, situ.beta, situ.linear_beta)
+    y_MX = ops.grouped_matmul(h_MF, down_EXF, group_sizes)
+    return summand(ops.moe_combine(y_MX, row, weight_NK), "experts", "expert_ffn")
 
 
-def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor) -> Tensor:
-    """`[B, T, D]` -> `[B, T, D]`: routed experts plus shared experts."""
+def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor, eps: float = 1e-5) -> Tensor:
+    """`[B, T, D]` -> `[B, T, D]`: routed experts plus shared experts. `eps`: of the norm of latent experts."""
     x_ND = constrain(x_BTD.flatten(0, 1), "token", None)
     scores_NE = contract("nd,ed->ne", at_least_f32(x_ND), at_least_f32(p.router))
-    weight_NK, chosen_NK = ops.moe_route(scores_NE, p.bias, c.top_k, c.scale)
+    weight_NK, chosen_NK = ops.moe_route(scores_NE, p.bias, c.top_k, c.scale, c.groups, c.kept_groups)
     tap("experts", chosen_NK)
     rows, gate_up, down = ("token", None), ("experts", None, "expert_ffn", None), ("experts", None, "expert_ffn")
-    run = shard_map(experts, (rows, rows, rows, gate_up, down), rows)
-    y_ND = run(x_ND, chosen_NK, tap("weights", weight_NK), p.gate_up, p.down)
+    run = shard_map(functools.partial(experts, situ=c.situ), (rows, rows, rows, gate_up, down), rows)
+    x_NX = x_ND if p.down_latent is None else contract("nd,ld->nl", x_ND, p.down_latent)
+    y_NX = run(x_NX, chosen_NK, tap("weights", weight_NK), p.gate_up, p.down)
+    if p.latent_norm is not None:
+        y_NX = ops.rms_norm(y_NX, p.latent_norm, eps)
+    y_ND = y_NX if p.up_latent is None else contract("nl,dl->nd", y_NX, p.up_latent)
     y_BTD = constrain(y_ND, "batch", None).unflatten(0, x_BTD.shape[:2])
-    return y_BTD + ffn(p.shared, x_BTD)
+    return y_BTD + ffn(p.shared, x_BTD, c.situ)

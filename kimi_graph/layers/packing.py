@@ -1,4 +1,4 @@
-"""Other layouts of a batch, moved to right-padded rows and back. No layer knows positions, so moving is exact.
+"""Other layouts of a batch, moved to right-padded rows and back. Positions count a row's real tokens: moving is exact.
 
 Axes: N sequences, T tokens of the longest, B rows; `...` is anything, and gradients pass.
 """

@@ -4,13 +4,13 @@ Axes: B sequences, T tokens, V vocab.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
+from kimi_graph import layers, tree
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.init import init_tensor
@@ -53,7 +53,12 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.f
 
     Args:
         dtype: of every parameter; those that fix float32 stay float32 unless it is float64.
+
+    Raises:
+        ConfigError: a dtype that is no float.
     """
+    if not dtype.is_floating_point:
+        raise ConfigError(f"init_params: dtype: found {dtype}, expected a float such as torch.float32.")
 
     def make(path: str, spec: ParamSpec) -> Tensor:
         fixed = spec.dtype if dtype != torch.float64 else None
@@ -68,7 +73,7 @@ def init_state(
     """An empty state for `batch` sequences of up to `max_len` tokens (rounded up to whole pages).
 
     Args:
-        dtype: of windows and caches; by default a state takes the parameters' dtype when it is first used.
+        dtype: of windows and caches until the state is used: an empty one takes the dtype of the parameters it meets.
 
     Raises:
         ConfigError: `max_len` is over the model's limit, or a number is not positive.
@@ -77,7 +82,9 @@ def init_state(
         if value < 1:
             raise ConfigError(f"init_state: {name} is {value}; the smallest is 1.")
     if max_len > config.max_len:
-        raise ConfigError(f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}.")
+        raise ConfigError(
+            f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}."
+        )
     pages = -(-max_len // page)
     specs = state_specs(config, slots=batch + 1, pages=batch * pages + 1, page=page, dtype=dtype or config.dtype)
     return State(
@@ -137,14 +144,21 @@ def _run(
     last_only: bool,
     taps: Iterable[str] | None,
     donate: bool,
+    vision: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, State[Tensor], dict[str, Tensor]]:
     _check(config, tokens, state, counts, "decode" if step else "prefill")
     state = _adopt(config, params, state)
     pages = -(-int((state.lengths + counts).max()) // state.page)  # of the longest sequence: no layer looks further
     table = state.block_table[:, : max(1, pages)]
-    batch: Batch[Tensor] = step_batch(table, state.slots, state.lengths, counts, tokens.shape[1], state.page)
+    dtype = torch.float64 if params.embed.dtype == torch.float64 else torch.float32
+    width = tokens.shape[1]
+    batch: Batch[Tensor] = step_batch(
+        table, state.slots, state.lengths, counts, width, state.page, rope=config.rotation, dtype=dtype
+    )
     with donating() if donate else contextlib.nullcontext(), collect(taps or ()) as found:
-        logits, after = forward(params, config, tokens, state.layers, batch, step=step, last_only=last_only)
+        logits, after = forward(
+            params, config, tokens, state.layers, batch, step=step, last_only=last_only, vision=vision
+        )
     return logits, tree.replace(state, layers=after, lengths=batch.lengths), found
 
 
@@ -156,6 +170,7 @@ def prefill(
     *,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    vision: Sequence[Tensor] | None = None,
     last_only: bool = False,
     taps: Iterable[str] | None = None,
     donate: bool = False,
@@ -167,37 +182,77 @@ def prefill(
         mask: `[B, T]` bool, False at padding. Left, right or scattered padding is exact: the real tokens of a row move
             together and their logits move back; padding gives zeros.
         cu_seqlens: `[B + 1]`, where each packed sequence starts and the last ends; sequences do not see each other.
+        vision: embeddings `[tokens, D]` of the images (`encode_image`), in the order of their placeholder tokens, which
+            they replace: one placeholder per embedding row.
         last_only: logits of each sequence's last token only.
         taps: patterns of intermediates to return as well, such as `layers.*.moe.experts`.
         donate: the state given may be overwritten (do not use it again): saves a copy of every cache.
 
     Returns:
-        logits `[B, T, V]` (`[1, total, V]` packed, `[B, V]` with `last_only`) and the next state; with `taps`, a pair of
-        that and a dict of the tapped tensors by name.
+        logits `[B, T, V]` (`[1, total, V]` packed, `[B, V]` with `last_only`) and the next state; with `taps`, a pair
+        of that and a dict of the tapped tensors by name.
 
     Raises:
         ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state.
     """
     if mask is not None and cu_seqlens is not None:
         raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
-    rows, width = tokens.shape
-    restore = None
-    if cu_seqlens is not None:
-        inner, counts = packing.unpack(tokens, cu_seqlens)
-        restore = lambda x: packing.pack(x, cu_seqlens)  # noqa: E731
-    elif mask is not None:
-        inner, counts = packing.left_to_right(tokens, mask)
-        restore = lambda x: packing.right_to_left(x, mask)  # noqa: E731
-    else:
-        inner, counts = tokens, torch.full((rows,), width, dtype=torch.int64)
+    _check_tokens(tokens, "prefill", "[B, T], a row for each sequence", 2)
+    move, restore = _layout(tokens, mask, cu_seqlens)
+    inner, counts = move(tokens)
+    images = None
+    if vision is not None:
+        images = _images(config, tokens, vision, params.embed.dtype)
+        images = move(images[0])[0], images[1]
     logits, after, found = _run(
-        config, params, inner, state, counts, step=False, last_only=last_only, taps=taps, donate=donate
+        config,
+        params,
+        inner,
+        state,
+        counts,
+        step=False,
+        last_only=last_only,
+        taps=taps,
+        donate=donate,
+        vision=images,
     )
     if last_only:
         logits = logits[:, 0]
-    elif restore is not None:
+    else:
         logits = restore(logits)
     return (logits, after) if taps is None else ((logits, after), found)
+
+
+def _check_tokens(tokens: Any, what: str, expected: str, dims: int) -> None:
+    found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+    if not isinstance(tokens, Tensor) or tokens.ndim != dims:
+        raise ConfigError(f"{what}: tokens: found {found}, expected a tensor {expected}.")
+
+
+def _images(config: ModelConfig, tokens: Tensor, vision: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows and values (see `decoder.forward`) of the pictures of a prefill."""
+    if config.vision is None:
+        raise ConfigError(f"prefill: images were given, but {config.name} has no vision tower.")
+    pictures = list(vision)
+    if isinstance(vision, Tensor) or not all(isinstance(v, Tensor) and v.ndim == 2 for v in pictures) or not pictures:
+        raise ConfigError(
+            f"prefill: vision: expected a list of embeddings [tokens, {config.embed}], one for each picture, as "
+            "encode_image gives them."
+        )
+    rows = layers.vision_rows(tokens, config.vision.placeholder, [len(v) for v in pictures])
+    return rows, torch.cat([v.to(dtype) for v in pictures])
+
+
+def _layout(
+    tokens: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Callable[[Tensor], tuple[Tensor, Tensor]], Callable[[Tensor], Tensor]]:
+    """How rows as given become right-padded rows with their counts, and back."""
+    if cu_seqlens is not None:
+        return lambda x: packing.unpack(x, cu_seqlens), lambda x: packing.pack(x, cu_seqlens)
+    if mask is not None:
+        return lambda x: packing.left_to_right(x, mask), lambda x: packing.right_to_left(x, mask)
+    counts = torch.full((tokens.shape[0],), tokens.shape[1], dtype=torch.int64)
+    return lambda x: (x, counts), lambda x: x
 
 
 def decode(
@@ -210,8 +265,7 @@ def decode(
     donate: bool = False,
 ) -> Any:
     """One more token for every sequence: `[B]` int64 -> logits `[B, V]` and the next state (see `prefill`)."""
-    if token.ndim != 1:
-        raise ConfigError(f"decode: token has shape {list(token.shape)}; one id per sequence is [B].")
+    _check_tokens(token, "decode", "[B], one id per sequence", 1)
     counts = torch.ones_like(token)
     logits, after, found = _run(
         config, params, token[:, None], state, counts, step=True, last_only=False, taps=taps, donate=donate
@@ -220,7 +274,7 @@ def decode(
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
-    """Next tokens `[B]` of logits `[B, V]`: the best at temperature 0, else drawn from the smallest set of mass `top_p`."""
+    """Next tokens `[B]` of logits `[B, V]`: the best at temperature 0, else drawn from the fewest of mass `top_p`."""
     if temperature == 0.0:
         return logits.argmax(-1)
     sorted_, index = (logits.double() / temperature).softmax(-1).sort(-1, descending=True)
@@ -273,7 +327,7 @@ def generate(
         for _ in range(max_new_tokens):
             token = sample(logits, temperature, top_p, generator).masked_fill(done, config.pad)
             new.append(token)
-            done |= token == config.eos
+            done |= torch.isin(token, torch.tensor(config.eos))
             if bool(done.all()) or len(new) == max_new_tokens:
                 break
             logits, state = decode(config, params, token, state, donate=True)

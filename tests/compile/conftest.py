@@ -1,3 +1,4 @@
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
-from kimi_graph.compile.targets import target
+from kimi_graph.compile.targets import CANN_DEFAULT, target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.fixture import make_fixture
 from kimi_graph.read_config import load_config
@@ -35,11 +36,33 @@ def compile_small(small: Path, host: Host) -> Compile:
 
     def run(out: Path | None, **options: Any) -> Any:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
-        profile = target(options.pop("target", "a3"))
+        profile = target(options.pop("target", "a3"), cann=options.pop("cann", CANN_DEFAULT))
         model = options.pop("model", small)
         return compile_model(load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options})
 
     return run
+
+
+@pytest.fixture(scope="session")
+def family_bundle(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`family_bundle(name, chip)`: the bundle of a preset's fixture for a chip, made when first asked for. Read only.
+
+    2 rows, chunks of 16, 96 tokens in pages of 16: more than the fixtures' top-k of 64, so that keys are selected.
+    """
+
+    @functools.cache
+    def checkpoint(name: str) -> Path:
+        return make_fixture(load_config(name), tmp_path_factory.mktemp("family") / name).folder
+
+    @functools.cache
+    def made(name: str, chip: str = "a3") -> Path:
+        folder, source = tmp_path_factory.mktemp("bundles") / name, checkpoint(name)
+        config = load_config(source)
+        sizes = {"batch": 2, "chunk": 16, "max_len": 96, "page": 16, "patches": 16 if config.vision else None}
+        compile_model(config, target=target(chip), out=folder, checkpoint=source, **sizes)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")

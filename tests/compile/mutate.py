@@ -323,7 +323,7 @@ def fewer_results(rng: random.Random, parts: Parts) -> str | None:
         edge = op.input.pop(i)
         return f"{graph}: {op.name} does not wait for {edge}"
     net = ops[-1]
-    at = rng.randrange(len(net.input))
+    at = rng.randrange(len(net.input_desc))  # control edges come after the results
     del net.input[at], net.input_desc[at]
     return f"{graph}: NetOutput without entry {at}"
 

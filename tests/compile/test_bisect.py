@@ -14,16 +14,17 @@ from kimi_graph.compile import air
 from kimi_graph.compile.bisect import first_difference
 from kimi_graph.compile.bundle import MANIFEST, SOURCES, dump, open_bundle, read_json
 from kimi_graph.compile.ge_proto import get_attr, set_attr, split_edge, tensor_def, tensor_value
-from kimi_graph.compile.verify import script, verify_bundle
+from kimi_graph.compile.verify import find_checkpoint, script, verify_bundle
 from kimi_graph.read_config import load_config
+from tests.compile.family import FAMILY
 
 
 @pytest.fixture
 def changed(bundle, tmp_path):
     """`changed(phase, change)`: a bundle whose graph of a phase was changed, with hashes made again."""
 
-    def make(phase, change):
-        folder = Path(shutil.copytree(bundle, tmp_path / "bundle"))
+    def make(phase, change, source=bundle):
+        folder = Path(shutil.copytree(source, tmp_path / "bundle"))
         manifest = read_json(folder / MANIFEST)
         entry = next(g for g in manifest["graphs"] if g["phase"] == phase)
         model = air.read(folder / entry["file"])
@@ -150,6 +151,37 @@ def test_a_bundle_that_is_the_model_has_no_such_node(bundle, small):
     params = load_params(small, config, dtype=torch.float64)
     found = first_difference(opened, config, params, list(script(opened, config, steps=2, seed=0)))
     assert found.startswith("no single node differs")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_no_fixture_of_the_family_has_such_a_node(family_bundle, name):
+    """Also where stamping left out what no layer reads: a selection of keys that the next one makes anew."""
+    opened = open_bundle(family_bundle(name))
+    checkpoint = find_checkpoint(opened, None)
+    config = load_config(checkpoint.folder)
+    params = load_params(checkpoint, config, dtype=torch.float64)
+    steps = list(script(opened, config, steps=1, seed=0))
+    phases = [s.phase for s in steps]
+    last = [s for i, s in enumerate(steps) if s.phase not in phases[i + 1 :]]  # the longest of each phase
+    found = first_difference(opened, config, params, [s for s in steps if s.phase == "prefill"][:-1] + last)
+    assert found.startswith("no single node differs"), found
+
+
+@pytest.mark.parametrize(
+    "name, phase, node, attribute",
+    [
+        ("kimi-k3", "prefill", "layers.5.ffn_res2/AttnResMix", "eps"),
+        ("kimi-k3", "vision", "vision.blocks.1.vision_block/RmsNorm_1", "epsilon"),
+        ("kimi-k3.1-pro", "decode", "layers.6.mla/SparseFlashAttention", "scale_value"),
+        ("deepseek-v3.2", "decode", "layers.2.mla/RmsNorm", "epsilon"),
+        ("glm-5.2", "prefill", "layers.5.mla_shared/RmsNorm_1", "epsilon"),
+    ],
+)
+def test_the_first_wrong_node_of_other_models_is_named(changed, family_bundle, name, phase, node, attribute):
+    folder = changed(phase, scaled(node, attribute), family_bundle(name))
+    report = verify_bundle(folder, steps=1, modes=("exact",), bisect=True)
+    assert not report.passed
+    assert f"{phase}_" in report.difference and f": {node} (" in report.difference, report.difference
 
 
 def test_another_choice_of_experts_is_named(changed):

@@ -2,6 +2,7 @@
 
 import operator
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from kimi_graph.compile.phases import Bucket, capture_pieces
 from kimi_graph.models import decoder
 from kimi_graph.ops import contract
 from kimi_graph.read_config import load_config
+from tests.compile.family import FAMILY, small_model
 
 META = torch.device("meta")
 CONFIG = load_config("kimi-linear-48b")
-PREFILL = Bucket(phase="prefill", rows=2, tokens=8, page=16, pages=9, sequence_pages=4, slots=3)
+PREFILL = Bucket(phase="prefill", rows=2, tokens=8, page=16, pages=17, sequence_pages=8, slots=3)
+VISION = replace(PREFILL, phase="vision", tokens=16, images=4)
 
 
 def meta(*shape, dtype=torch.float32):
@@ -91,17 +94,25 @@ def test_one_tensor_given_twice_is_two_inputs():
     assert len(a.users) == len(b.users) == 1
 
 
+def capture_small(model):
+    """Every part of a fixture's prefill and, where it has one, of its vision tower."""
+    config = small_model(model)
+    buckets = [PREFILL] if config.vision is None else [replace(PREFILL, images=4), VISION]
+    return {f"{b.phase} {name}": piece for b in buckets for name, piece in capture_pieces(config, b).items()}
+
+
 @pytest.fixture(scope="module")
 def pieces():
     return capture_pieces(CONFIG, PREFILL)
 
 
-def test_every_kind_of_layer_is_captured_once(pieces):
-    assert sorted(pieces) == ["dense", "embed", "head", "kda", "mla", "moe"]
+def test_every_kind_of_part_is_captured_once(pieces):
+    assert sorted(pieces) == ["attn_add", "dense", "embed", "ffn_add", "head", "kda", "mla", "moe"]
 
 
-def test_every_call_names_a_line_of_layer_code(pieces):
-    for name, piece in pieces.items():
+@pytest.mark.parametrize("model", FAMILY)
+def test_every_call_names_a_line_of_layer_code(model):
+    for name, piece in capture_small(model).items():
         for node in calls(piece):
             if node.target is not operator.getitem:
                 assert re.fullmatch(r"(layers|models|compile)/\w+\.py:\d+", node.meta["source"]), (name, node)
@@ -115,10 +126,13 @@ def test_source_lines_are_those_that_make_the_call(pieces):
     assert "nd,ed->ne" in (root / file).read_text().splitlines()[int(line) - 1]
 
 
-def test_capturing_twice_gives_the_same_graph(pieces):
-    again = capture_pieces(CONFIG, PREFILL)
-    for name, piece in pieces.items():
+@pytest.mark.parametrize("model", FAMILY)
+def test_capturing_twice_gives_the_same_graph(model):
+    first, again = capture_small(model), capture_small(model)
+    assert list(again) == list(first)
+    for name, piece in first.items():
         assert str(again[name].module.graph) == str(piece.module.graph)
+        assert (again[name].inputs, again[name].outputs) == (piece.inputs, piece.outputs)
 
 
 def test_the_calls_are_those_that_make_fx_records():

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kimi_graph import ops
-from kimi_graph.checkpoint import Checkpoint, load_params
+from kimi_graph.checkpoint import Checkpoint, load_params, save_checkpoint
 from kimi_graph.compile import air, driver
 from kimi_graph.compile.bundle import CONSTANTS, LOCAL, open_bundle
 from kimi_graph.compile.driver import compile_model
@@ -23,6 +23,7 @@ from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import verify_bundle
 from kimi_graph.errors import CheckpointError, CompileError, ConfigError
 from kimi_graph.fixture import make_fixture, small_config
+from kimi_graph.models import init_params, model_specs
 from kimi_graph.read_config import load_config, parse_config
 
 PRESET = load_config("kimi-linear-48b")
@@ -135,12 +136,22 @@ def test_head_sizes_that_are_no_power_of_two_are_compiled_right(host, tmp_path, 
     checked(model("odd", 2, attention__head_dim=width), tmp_path)
 
 
-def test_heads_that_attention_over_the_latent_cache_does_not_take_are_refused_with_those_it_does(host):  # case K4
+@pytest.mark.parametrize("cann, used", [("9.1", 16), ("9.2", 12)])
+def test_heads_that_attention_over_the_latent_cache_does_not_take_are_padded_and_said_to_be(host, tmp_path, cann, used):
+    """Case K4: 12 heads. Before CANN 9.2 the operator takes powers of two; what it is given more is stripped again."""
     config = model("twelve", 2, num_attention_heads=12, num_key_value_heads=12)
-    legal = r"heads over the latent cache is 12; expected one of 1, 2, 4, 8, 16, 32, 64, 128\. CANN 9\.2 takes any"
-    with pytest.raises(CompileError, match=rf"layers/mla\.py:\d+\): .*{legal}"):
-        compile_model(config, target=target("a3"), out=None, phases=("decode",))
-    compile_model(config, target=target("a3", cann="9.2"), out=None, phases=("decode",))
+    save_checkpoint(tmp_path / "twelve", model_specs(config), init_params(config, 0, config.dtype), config)
+    sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
+    chip = target("a3", cann=cann)
+    compile_model(config, target=chip, out=tmp_path / "b", checkpoint=tmp_path / "twelve", **sizes)
+    report = verify_bundle(tmp_path / "b", steps=2)
+    assert report.passed, report.text()
+    opened = open_bundle(tmp_path / "b")
+    graph = air.from_bytes(opened.graph_bytes(opened.graph("decode")), "decode").graph[0]
+    (node,) = [op for op in graph.op if op.type == "FusedInferAttentionScore"]
+    assert get_attr(node, "num_heads") == used
+    (reason,) = {c["reason"] for c in opened.manifest["choices"] if c["kind"] == "attention to latents"}
+    assert ("12 heads padded to 16, a power of two" in reason) == (used == 16)
 
 
 def test_more_heads_than_the_latent_cache_serves_are_refused_with_the_line(host):

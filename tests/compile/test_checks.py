@@ -149,13 +149,13 @@ def step_graph() -> Builder:
     x = g.data("x", [2, 64])
     slots, lengths = g.data("slots", [2], I32), g.const("ones", [1, 1], I32)
     gate, beta = g.data("gate", [2, 4, 16], F32), g.data("beta", [2, 4])
-    memory = g.state("memory", [3, 4, 16, 16])
+    memory = g.state("memory", [3, 4, 16, 16], BF16)
     q = g.add("q", "MatMul", {"x1": x, "x2": g.weight("wq", [64, 64]), "bias": None}, {"y": ([2, 64], BF16)},
               transpose_x1=False, transpose_x2=True)  # fmt: skip
     heads = g.add("heads", "Reshape", {"x": q, "shape": g.const("shape", [2, 4, 16])}, {"y": ([2, 4, 16], BF16)})
     inputs = {"query": heads, "key": heads, "value": heads, "beta": beta, "state": memory}
     inputs |= {"actual_seq_lengths": lengths, "ssm_state_indices": slots, "g": None, "gk": gate}
-    made = {"out": ([2, 4, 16], BF16), "state": ([3, 4, 16, 16], F32)}
+    made = {"out": ([2, 4, 16], BF16), "state": ([3, 4, 16, 16], BF16)}
     o = g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=0.25)
     flat = g.add("flat", "Reshape", {"x": o, "shape": g.const("shape2", [2, 64])}, {"y": ([2, 64], BF16)})
     normed = g.add("norm", "RmsNorm", {"x": flat, "gamma": g.weight("gamma", [64])},
@@ -343,9 +343,20 @@ def test_an_operator_without_a_kernel_for_the_chip_is_refused_there_only(helpers
     outputs = {"conv_states": ([3, 3, 64], BF16), "y": ([2, 1, 64], BF16)}
     g.add("conv", "CausalConv1d", {"x": x, "weight": w, "conv_states": s}, outputs)
     g.done("conv:1")
-    check(g, helpers, "950dt")
+    check(g, helpers, "950dt", "9.2")
     with pytest.raises(CompileError, match=r"conv: operator CausalConv1d on a3 \(a3\); expected one of its chips: 950"):
         check(g, helpers, "a3")
+
+
+def test_an_operator_that_a_release_does_not_have_is_refused_there_only(helpers):
+    g = Builder()
+    g.done(g.add("act", "SituGlu", {"x": g.data("x", [2, 8])}, {"y": ([2, 4], BF16)}, beta=4.0, linear_beta=25.0))
+    check(g, helpers, cann="9.2")
+    with pytest.raises(
+        CompileError,
+        match=r"act: operator SituGlu on a3 with CANN 9.1; expected CANN 9.2 or later. Compile with --cann",
+    ):
+        check(g, helpers)
 
 
 def test_eight_bit_floats_are_for_the_950_family(helpers):
@@ -400,7 +411,7 @@ def test_assign_writes_a_state_after_the_value_that_was_made_of_it(helpers):
 
 def test_a_state_that_should_be_updated_and_is_not_is_refused(helpers):
     g = step_graph()
-    g.op("step").input[4] = g.data("copy", [3, 4, 16, 16], F32)
+    g.op("step").input[4] = g.data("copy", [3, 4, 16, 16])
     with pytest.raises(CompileError, match=r"memory: no operator writes it; expected its next value written in place"):
         check(g, helpers, updated={"memory"})
 
@@ -546,13 +557,15 @@ def test_attributes_of_expert_operators_have_legal_values(helpers, node, attr, v
         check(g, helpers)
 
 
-def recurrent(tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2) -> Builder:
+def recurrent(
+    tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2, state=BF16
+) -> Builder:
     g = Builder()
     keys = g.data("k", [tokens, nk, dk])
     inputs = {"query": keys, "key": keys, "value": g.data("v", [tokens, nv, 16]), "beta": g.data("beta", [tokens, nv])}
-    inputs |= {"state": g.state("s", [slots, nv, 16, dk]), "actual_seq_lengths": g.data("n", [rows], I32)}
+    inputs |= {"state": g.state("s", [slots, nv, 16, dk], state), "actual_seq_lengths": g.data("n", [rows], I32)}
     inputs |= {"ssm_state_indices": g.data("slots", [tokens], I32)}
-    made = {"out": ([tokens, nv, 16], BF16), "state": ([slots, nv, 16, dk], F32)}
+    made = {"out": ([tokens, nv, 16], BF16), "state": ([slots, nv, 16, dk], state)}
     return g.done(g.add("step", "RecurrentGatedDeltaRule", inputs, made, scale_value=1.0))
 
 
@@ -564,12 +577,17 @@ def recurrent(tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: in
         ({"nk": 3}, "3 key heads and 4 value heads; expected a divisor"),
         ({"slots": 1}, "the number of tokens is 2; expected at most 1. The operator wants at least as many slots"),
         ({"tokens": 17, "slots": 32}, "17 tokens of 2 sequences; expected 1 to 8 tokens of each"),
+        ({"state": F32}, "state is F32 in CANN 9.1; expected BF16. A float32 state is taken from CANN 9.2 on."),
     ],
 )
 def test_limits_of_the_recurrent_delta_rule_hold(helpers, change, message):
     check(recurrent(), helpers)
     with pytest.raises(CompileError, match=re.escape(message)):
         check(recurrent(**change), helpers)
+
+
+def test_cann_9_2_takes_a_float32_memory(helpers):
+    check(recurrent(state=F32), helpers, cann="9.2")
 
 
 def absorbed(heads: int = 4, page: int = 128, block: int | None = None, lengths: bool = True, **attrs) -> Builder:
@@ -617,6 +635,130 @@ def test_limits_of_attention_over_the_latent_cache_hold(helpers, change, message
 
 def test_cann_9_2_takes_any_number_of_heads(helpers):
     check(absorbed(heads=3), helpers, cann="9.2")
+
+
+LONG = 2**63 - 1
+
+
+def sparse(
+    heads: int = 4, index_heads: int = 64, page: int = 128, count: int = 8, weights=BF16, width: int = 128, **attrs
+) -> Builder:
+    """Selection of keys and attention to them."""
+    g = Builder()
+    key, pool = g.data("key", [5, page, 1, width]), g.data("pool", [5, page, 1, 512])
+    ropes, lengths = g.data("ropes", [5, page, 1, 64]), {"n": g.data("n", [2], I32), "m": g.data("m", [2], I32)}
+    table = g.data("table", [2, 2], I32)
+    inputs = {"query": g.data("q", [2, 3, index_heads, width]), "key": key}
+    inputs |= {"weights": g.data("w", [2, 3, index_heads], weights), "actual_seq_lengths_query": lengths["n"]}
+    inputs |= {"actual_seq_lengths_key": lengths["m"], "block_table": table}
+    window = {"sparse_mode": 3, "pre_tokens": LONG, "next_tokens": LONG}
+    g.add("select", "LightningIndexer", inputs,
+          {"sparse_indices": ([2, 3, 1, count], I32), "sparse_values": ([0], BF16)},
+          layout_query="BSND", layout_key="PA_BSND", sparse_count=count, return_values=False, **window)  # fmt: skip
+    inputs = {"query": g.data("ql", [2, 3, heads, 512]), "key": pool, "value": pool, "sparse_indices": "select:0"}
+    inputs |= {"block_table": table, "actual_seq_lengths_query": lengths["n"], "actual_seq_lengths_kv": lengths["m"]}
+    inputs |= {"query_rope": g.data("qr", [2, 3, heads, 64]), "key_rope": ropes}
+    made = {"attention_out": ([2, 3, heads, 512], BF16), "softmax_max": ([0], F32), "softmax_sum": ([0], F32)}
+    attrs = window | {"attention_mode": 2, "sparse_block_size": 1} | attrs
+    g.add("attend", "SparseFlashAttention", inputs, made,
+          scale_value=0.1, layout_query="BSND", layout_kv="PA_BSND", return_softmax_lse=False, **attrs)  # fmt: skip
+    return g.done("attend:0")
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("a3 9.1", {"heads": 3}, "the number of heads is 3; expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("950dt 9.1", {"heads": 129}, "the number of heads is 129; expected at most 128"),
+        ("a3 9.1", {"attention_mode": 0}, "attention_mode is 0; expected 2"),
+        ("a3 9.1", {"sparse_mode": 4}, "sparse_mode is 4; expected one of 0, 3"),
+        ("a3 9.1", {"pre_tokens": 9}, "pre_tokens is 9; expected 9223372036854775807"),
+        ("950dt 9.1", {"sparse_block_size": 2}, "sparse_block_size is 2; expected one of 1"),
+        ("a3 9.1", {"page": 72}, "the page size is 72; expected a multiple of 16, at most 1,024"),
+        ("a3 9.1", {"width": 64}, "the width of query and key is [64, 64]; expected [128, 128]"),
+        ("a3 9.1", {"index_heads": 65}, "the number of index heads is 65; expected at most 64"),
+        ("a3 8.5", {"index_heads": 32}, "the number of index heads is 32; expected 64"),
+        ("950dt 9.1", {"index_heads": 12}, "the number of index heads is 12; expected one of 8, 16, 24, 32, 64"),
+        ("a3 8.5", {"count": 3072}, "sparse_count is 3072; expected 1 to 2,048"),
+        ("a3 9.1", {"count": 3000}, "sparse_count is 3000; expected 1 to 2,048, or a multiple of 1,024 up to 8,192"),
+        ("a3 8.5", {"weights": F32}, "weights are F32; expected the dtype of query"),
+        ("950dt 9.2", {"weights": F32}, "weights are F32; expected the dtype of query"),
+        ("950dt 8.5", {}, "operator LightningIndexer on 950dt with CANN 8.5; expected CANN 9.1 or later"),
+    ],
+)
+def test_limits_of_sparse_attention_hold(helpers, place, change, message):
+    name, cann = place.split()
+    check(sparse(), helpers, name, "9.1")
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(sparse(**change), helpers, name, cann)
+
+
+def test_a_chip_takes_the_heads_and_dtypes_that_another_refuses(helpers):
+    check(sparse(heads=3, index_heads=24), helpers, "950dt")
+    check(sparse(index_heads=5, weights=F32, count=4096), helpers, "a3")
+    check(sparse(), helpers, "a3", "8.5")
+
+
+def rotation(x=(1, 6, 4, 64), cos=(1, 6, 1, 64), mode: int = 1) -> Builder:
+    g = Builder()
+    inputs = {"x": g.data("x", list(x)), "cos": g.data("cos", list(cos)), "sin": g.data("sin", list(cos))}
+    return g.done(g.add("turn", "RotaryPositionEmbedding", inputs, {"y": (list(x), BF16)}, mode=mode))
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("a3 9.1", {"mode": 2}, "mode is 2; expected one of 0, 1"),
+        ("a3 9.1", {"cos": (1, 6, 1, 32)}, "x [1, 6, 4, 64] with cos [1, 6, 1, 32]; expected 3 or 4 dims each"),
+        ("a3 9.1", {"x": (2, 6, 4, 64), "cos": (2, 6, 1, 64)}, "cos is [2, 6, 1, 64]; expected [1, 6, 1, 64]"),
+        ("a3 9.1", {"x": (1, 6, 1000, 64)}, "rows times heads is 1,000; expected at most 999"),
+        ("a3 9.1", {"x": (1, 6, 4, 896), "cos": (1, 6, 1, 896)}, "the width of x is 896; expected at most 894"),
+        (
+            "950dt 9.1",
+            {"x": (1, 6, 4, 1026), "cos": (1, 6, 1, 1026)},
+            "the width of x is 1,026; expected at most 1,024",
+        ),
+        ("a3 8.5", {"x": (6, 4, 64), "cos": (6, 1, 64)}, "x of 3 dims in CANN 8.5; expected 4 dims"),
+    ],
+)
+def test_limits_of_rotation_hold(helpers, place, change, message):
+    name, cann = place.split()
+    check(rotation(), helpers, name, cann)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(rotation(**change), helpers, name, cann)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"indices": (4,)}, "indices [4] for var [640, 128]; expected [.., 1 to 2], of 2 dims or more"),
+        ({"updates": (4, 64)}, "updates is [4, 64]; expected [4, 128]"),
+    ],
+)
+def test_rows_scattered_into_a_state_have_its_width(helpers, change, message):
+    def write(indices=(4, 1), updates=(4, 128)) -> Builder:
+        g = Builder()
+        inputs = {"var": g.state("keys", [640, 128], BF16), "indices": g.data("at", list(indices), I64)}
+        inputs |= {"updates": g.data("new", list(updates))}
+        return g.done(g.add("write", "ScatterNdUpdate", inputs, {"var": ([640, 128], BF16)}))
+
+    check(write(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(write(**change), helpers)
+
+
+def test_sources_of_a_mix_have_one_shape(helpers):
+    def mix(second=(2, 3, 8), query=(8,)) -> Builder:
+        g = Builder()
+        inputs = {"sources0": g.data("a", [2, 3, 8]), "sources1": g.data("b", list(second))}
+        inputs |= {"norm": g.weight("norm", [8]), "query": g.weight("query", list(query))}
+        return g.done(g.add("mix", "AttnResMix", inputs, {"y": ([2, 3, 8], BF16)}, eps=1e-5))
+
+    check(mix(), helpers)
+    with pytest.raises(CompileError, match=r"sources1 is \[2, 8\]; expected \[2, 3, 8\]"):
+        check(mix(second=(2, 8)), helpers)
+    with pytest.raises(CompileError, match=r"query is \[3\]; expected \[8\]"):
+        check(mix(query=(3,)), helpers)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,19 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kimi_graph
+from kimi_graph import tree
 from kimi_graph.compile import driver, phases
+from kimi_graph.compile.capture import Captured
 from kimi_graph.compile.targets import target
+from kimi_graph.config import ModelConfig
+from kimi_graph.models.decoder import Use
 from kimi_graph.read_config import load_config
+from tests.compile.family import FAMILY, small_model
 
 
 def test_compiling_the_48b_model_imports_no_torch_npu_and_no_inductor_and_stays_small(host):
@@ -47,24 +53,40 @@ def request_48b() -> driver.Request:
     return driver.Request(config=load_config("kimi-linear-48b"), target=target("a3"))
 
 
-def test_each_kind_of_piece_is_captured_once(request_48b, monkeypatch):
+def test_each_kind_of_part_is_captured_once(request_48b, monkeypatch):
     captured = []
     real = phases.capture
     monkeypatch.setattr(phases, "capture", lambda *args: captured.append(args) or real(*args))
     pieces = phases.capture_pieces(request_48b.config, request_48b.buckets()[0])
-    assert sorted(pieces) == ["dense", "embed", "head", "kda", "mla", "moe"]
-    assert len(captured) == 6
-    assert len(phases.schedule(request_48b.config)) == 56
+    assert sorted(pieces) == ["attn_add", "dense", "embed", "ffn_add", "head", "kda", "mla", "moe"]
+    assert len(captured) == 8
+    assert len(phases.uses(request_48b.config, request_48b.buckets()[0])) == 1 + 4 * 27 + 1
 
 
-def test_a_layers_own_capture_gives_the_graph_that_stamping_gives(request_48b, host):
-    """So a piece does not depend on the layer it was captured in."""
-    config, b = request_48b.config, request_48b.buckets()[1]
-    trace = phases.piece_tracer(config, b)
-    uses = {use.layer: use for use in phases.schedule(config) if use.piece == "kda"}
-    first, last = (trace(uses[layer]) for layer in (min(uses), max(uses)))
-    assert str(first.module.graph) == str(last.module.graph)
-    assert (first.inputs, first.outputs) == (last.inputs, last.outputs)
+def as_values(captured: Captured) -> tuple[Any, ...]:
+    """All there is of a captured part, but the lines it comes from."""
+    shapes = [str(tree.map(lambda x: (x.shape, x.dtype), n.meta["val"])) for n in captured.module.graph.nodes]
+    return str(captured.module.graph), captured.inputs, captured.outputs, shapes
+
+
+def places(config: ModelConfig, b: phases.Bucket) -> dict[str, list[Use]]:
+    """Where each kind of part stands."""
+    found: dict[str, list[Use]] = {}
+    for use in phases.uses(config, b):
+        found.setdefault(use.part, []).append(use)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_places_own_capture_gives_the_graph_that_stamping_gives(name):
+    """So a part does not depend on the place it was captured at: everywhere in a fixture, at both ends of a preset."""
+    for config, ends in ((small_model(name), False), (load_config(name), True)):
+        pictures = {"patches": 16} if config.vision else {}
+        for b in driver.Request(config=config, target=target("a3"), rows=2, chunk=16, **pictures).buckets():
+            trace = phases.piece_tracer(config, b)
+            for part, uses in places(config, b).items():
+                first, *others = [as_values(trace(use)) for use in (uses[:: max(1, len(uses) - 1)] if ends else uses)]
+                assert all(other == first for other in others), (config.name, b.name, part)
 
 
 def test_equal_constants_are_one_node(request_48b, host):

@@ -1,23 +1,25 @@
 """Compile: one input, one set of bytes; illegal requests are refused before any work; a failure changes nothing."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kimi_graph.compile import air, capture, driver, phases
-from kimi_graph.compile.bundle import LOCAL, MANIFEST
-from kimi_graph.compile.driver import Request, build_graph, compile_model, convert_piece
+from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump
+from kimi_graph.compile.driver import Request, build_graph, compile_model, convert_piece, legal_phases
 from kimi_graph.compile.prototypes import Prototypes
-from kimi_graph.compile.targets import target
+from kimi_graph.compile.targets import CANN_DEFAULT, CANN_VERSIONS, target
+from kimi_graph.config import MlaConfig
 from kimi_graph.errors import BundleError, CheckpointError, CompileError, ConfigError, KimiGraphError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.read_config import load_config, parse_config
+from tests.compile.family import FAMILY, SPARSE, small_model
 
 PRESET = load_config("kimi-linear-48b")
 ROOT = Path(__file__).parents[2]
@@ -32,10 +34,17 @@ def content(folder, leave_out=(LOCAL,)):
 # ---- the same bytes --------------------------------------------------------------------------------------------------
 
 
-def test_another_process_another_hash_seed_and_another_folder_give_the_same_bytes(bundle, small, tmp_path):
+@pytest.mark.parametrize(
+    "name, sizes", [("small", "--max-len 64"), ("kimi-k3.1-pro", "--max-len 96 --patches 16")], ids=["small", "k3.1"]
+)
+def test_another_process_another_hash_seed_and_another_folder_give_the_same_bytes(
+    bundle, family_bundle, tmp_path, name, sizes
+):
+    bundle = bundle if name == "small" else family_bundle(name)
+    source = json.loads((bundle / LOCAL).read_bytes())["checkpoint"]
     wheel = os.environ.get("KIMI_GRAPH_TORCH_NPU_WHEEL")
-    command = [sys.executable, "-m", "kimi_graph", "compile", str(small), "--target", "a3", "-o", "elsewhere/bundle"]
-    sizes = ["--batch", "2", "--chunk", "16", "--max-len", "64", "--page", "16"]
+    command = [sys.executable, "-m", "kimi_graph", "compile", source, "--target", "a3", "-o", "elsewhere/bundle"]
+    sizes = ["--batch", "2", "--chunk", "16", "--page", "16", *sizes.split()]
     environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command + sizes + (["--torch-npu-wheel", wheel] if wheel else []),
@@ -43,6 +52,15 @@ def test_another_process_another_hash_seed_and_another_folder_give_the_same_byte
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "elsewhere/bundle") == content(bundle)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_compiling_again_gives_the_same_manifest_and_with_it_the_same_hashes(family_bundle, host, name):
+    bundle = family_bundle(name)
+    folder = json.loads((bundle / LOCAL).read_bytes())["checkpoint"]
+    sizes = {"batch": 2, "chunk": 16, "max_len": 96, "page": 16, "patches": 16 if small_model(name).vision else None}
+    again = compile_model(load_config(folder), target=target("a3"), out=None, **sizes).manifest
+    assert dump(again) == (bundle / MANIFEST).read_bytes()
 
 
 def test_only_local_json_knows_where_anything_lies(bundle, small):
@@ -64,24 +82,68 @@ def test_a_config_alone_gives_the_graphs_of_its_checkpoint(bundle, compile_small
 # ---- what is in the graphs -------------------------------------------------------------------------------------------
 
 
-def types_by_kind(config, profile, host, **numbers):
-    """GE operator types of each kind of piece and phase."""
+def types_by_part(config, profile, host, **numbers):
+    """GE operator types of each kind of part and phase; mixes of however many sources are one kind."""
     request = Request(config=config, target=profile, **numbers)
     prototypes = Prototypes(profile.soc, host.root)
     found = {}
-    for bucket in request.buckets():
+    for bucket in replace(request, phases=legal_phases(config)).buckets():
         for name, piece in phases.capture_pieces(config, bucket).items():
-            ops = convert_piece(name, piece, profile, host, prototypes).ops
-            found[bucket.phase, name] = {op.type for op in ops}
+            ops = {op.type for op in convert_piece(name, piece, profile, host, prototypes).ops}
+            kind = bucket.phase, name.rstrip("0123456789")
+            assert found.setdefault(kind, ops) == ops, (kind, name)
     return found
 
 
-@pytest.mark.parametrize("name", ["a3", "a2", "950dt"])
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_fixture_has_the_operator_types_of_the_full_model_in_every_kind_of_layer(host, small, name, rows):
-    full = types_by_kind(PRESET, target(name), host, rows=rows)
-    assert types_by_kind(load_config(small), target(name), host, rows=rows) == full
-    assert set(full) == set(itertools.product(("prefill", "decode"), ("embed", "kda", "mla", "dense", "moe", "head")))
+TEXT = {"embed", "mla", "attn_add", "dense", "moe", "ffn_add", "head"}
+MIXES = {"attn_res", "ffn_res", "out_res"}
+PARTS = {  # besides those of TEXT
+    "kimi-linear-48b": {"kda"},
+    "kimi-k3": {"kda", *MIXES},
+    "kimi-k3.1-pro": {"kda", *MIXES},
+    "glm-5.2": {"mla_shared"},
+}
+TARGET_NAMES = ("a3", "a2", "950dt")
+SAME_TYPES = [(name, chip, {}) for name in FAMILY for chip in TARGET_NAMES]
+SAME_TYPES += [("kimi-linear-48b", chip, {"rows": 2}) for chip in TARGET_NAMES]
+SAME_TYPES += [(name, "a3", {"cann": "9.1"}) for name in ("kimi-linear-48b", "kimi-k3")]
+MORE_TYPES = [
+    pytest.param(name, chip, {"rows": rows, "cann": cann}, marks=pytest.mark.heavy)
+    for name in FAMILY
+    for chip in TARGET_NAMES
+    for rows in (1, 2, 5)
+    for cann in CANN_VERSIONS
+]
+
+
+@pytest.mark.parametrize("name, chip, numbers", [*SAME_TYPES, *MORE_TYPES], ids=str)
+def test_a_fixture_has_the_operator_types_of_the_full_model_in_every_kind_of_part(host, name, chip, numbers):
+    numbers = {**numbers}
+    profile = target(chip, cann=numbers.pop("cann", CANN_DEFAULT))
+    full = types_by_part(load_config(name), profile, host, **numbers)
+    assert types_by_part(small_model(name), profile, host, **numbers) == full
+    decode = {kind for phase, kind in full if phase == "decode"}
+    assert decode == TEXT | PARTS.get(name, set())
+    prefill = {kind for phase, kind in full if phase == "prefill"}
+    sees = load_config(name).vision is not None
+    assert prefill == (decode - {"embed"} | {"embed_vision"} if sees else decode)
+    assert {kind for phase, kind in full if phase == "vision"} == (
+        {"vision_embed", "vision_block", "vision_project"} if sees else set()
+    )
+
+
+def top_k(config):
+    return next(m.indexer.top_k for m in (x.mixer for x in config.layers) if isinstance(m, MlaConfig))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("chip", TARGET_NAMES)
+def test_a_cache_no_longer_than_top_k_has_the_types_of_the_full_model_too(host, name, chip):
+    """Attention without a selection, while index keys are written all the same; in fixtures and presets."""
+    full, small = load_config(name), small_model(name)
+    dense = [types_by_part(c, target(chip), host, max_len=top_k(c), chunk=32, page=64) for c in (full, small)]
+    assert dense[0] == dense[1]
+    assert dense[0] != types_by_part(full, target(chip), host, chunk=32, page=64)
 
 
 @pytest.mark.parametrize("name", ["a3", "a2", "950pr", "950dt", "a3-superpod", "950-superpod"])
@@ -108,8 +170,9 @@ def test_each_kind_of_layer_is_traced_and_converted_once_however_deep_the_model(
     monkeypatch.setattr(driver, "convert", counted("convert", driver.convert))
     request = Request(config=PRESET, target=target("a3"), phases=("decode",))
     graph = build_graph(request, request.buckets()[0], host)
-    assert counts == {"capture": 6, "convert": 6}
+    assert counts == {"capture": 8, "convert": 8}
     assert sum(op.type == "RecurrentGatedDeltaRule" for op in graph.model.graph[0].op) == 20
+    assert sum(op.type == "FusedInferAttentionScore" for op in graph.model.graph[0].op) == 7
 
 
 def test_graphs_hold_no_path_of_this_machine(bundle):
@@ -131,9 +194,13 @@ REFUSED = {
     "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages of 16, .* at least 5, or 9"),
     "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, or 29"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
-    "an unknown phase": ({"phases": ("prefill", "train")}, "--phase 'prefill,train': the phases are prefill, decode"),
-    "no phase": ({"phases": ()}, "--phase '': the phases are prefill, decode"),
+    "an unknown phase": (
+        {"phases": ("prefill", "train")},
+        "--phase 'prefill,train': the phases of small are prefill, decode",
+    ),
+    "no phase": ({"phases": ()}, "--phase '': the phases of small are prefill, decode"),
     "a length over the model's": ({"max_len": 1_048_577}, "1,048,577, expected 1 to 1,048,576 .* nearest is 1,048,576"),
+    "vision without eyes": ({"phases": ("vision",)}, "--phase 'vision': the phases of small are prefill, decode"),
     "constants without weights": ({"weights": "constant", "checkpoint": None}, "must be a checkpoint folder"),
 }  # fmt: skip
 
@@ -254,7 +321,7 @@ def test_the_summary_says_what_was_made_and_the_text_how(compile_small):
     nodes = sum(sum(g["ops"].values()) for g in made.manifest["graphs"])
     assert made.summary == f"small for a3: prefill_b2_t16, decode_b2 ({nodes:,} nodes)"
     text = made.text()
-    assert "target    a3 (Atlas 800 A3), CANN 9.1" in text
+    assert "target    a3 (Atlas 800 A3), CANN 9.2" in text
     assert "prefill_b2_t16: 2 x 16 tokens" in text and "decode_b2: 2 x 1 tokens" in text
     assert "3 slots, 9 pages of 16 tokens, 64 tokens a sequence" in text
     assert set(made.to_json()) == {"manifest", "seconds"}

@@ -17,7 +17,7 @@ def test_a_reader_sees_model_target_sizes_phases_and_what_is_not_proved(bundle):
     text = inspect_bundle(bundle).text()
     for line in (
         "model     small (kimi_linear), fingerprint ",
-        "target    a3 (Atlas 800 A3), CANN 9.1",
+        "target    a3 (Atlas 800 A3), CANN 9.2",
         "made by   kimi-graph ",
         " graph weights, bound at load",
         "3 slots, 9 pages of 16 tokens, 64 tokens a sequence",
@@ -68,7 +68,7 @@ def test_nodes_of_a_graph_are_lines_with_types_edges_shapes_and_sources(bundle, 
     lines = nodes.text().splitlines()
     assert len(lines) == sum(op.type not in ("Const", "Data", "RefData") for op in nodes.graph.op)
     norm = next(line for line in lines if line.startswith("layers.1.moe/RmsNorm: "))
-    assert norm.startswith("layers.1.moe/RmsNorm: RmsNorm(layers.1.kda/Add_3, p.layers.1.ffn_norm) -> bfloat16[2, ")
+    assert norm.startswith("layers.1.moe/RmsNorm: RmsNorm(layers.1.attn_add/Add, p.layers.1.ffn_norm) -> bfloat16[2, ")
     assert "epsilon=9.99" in norm
     assert "  # models/decoder.py:" in norm
     assert nodes.summary == f"graph {nodes.name}: {len(nodes.graph.op):,} nodes"
@@ -100,3 +100,11 @@ def test_without_sources_nodes_are_listed_without_lines(bundle, tmp_path):
     folder = Path(shutil.copytree(bundle, tmp_path / "b"))
     (folder / SOURCES).unlink()
     assert ".py:" not in inspect_graph(folder, "decode").text()
+
+
+def test_a_graph_that_was_changed_is_not_described(bundle, tmp_path):
+    shutil.copytree(bundle, tmp_path / "b")
+    file = next((tmp_path / "b" / "graphs").iterdir())
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(BundleError, match="it was changed or damaged"):
+        inspect_bundle(tmp_path / "b")

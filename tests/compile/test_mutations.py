@@ -5,6 +5,7 @@ executor reads the graph, runs it exactly and is compared with the model after e
 Hashes are left out, they would notice everything.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.compile import air
-from kimi_graph.compile.bundle import Bundle, open_bundle
+from kimi_graph.compile.bundle import LOCAL, Bundle, open_bundle
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.executor import Executor, Selections
 from kimi_graph.compile.ge_proto import ModelDef, get_attr, set_attr
@@ -34,6 +35,7 @@ from kimi_graph.compile.verify import (
 )
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.read_config import load_config
+from tests.compile.family import FAMILY
 from tests.compile.mutate import Parts, count_again, mutants
 
 EACH, SEED = 24, 0  # changes of each kind, 410 in all
@@ -63,14 +65,14 @@ class Proof:
         self.parts = Parts(models, self.bundle.weights, self.bundle.manifest)
         self.moments = list(self._moments(params))
         self.target, self.prototypes = target("a3"), Prototypes("a3", host.root)
-        self.states = {name: moment.shape for name, moment in self.moments[0].before.items()}
 
     def _moments(self, params) -> Iterator[Moment]:
         model = ModelSide(self.config, self.bundle.manifest["state"], params)
         for step in script(self.bundle, self.config, steps=2, seed=0):
             before = _copy(model.named_states())
             logits = model.step(step)
-            yield Moment(step, before, _copy(model.named_states()), logits)
+            after = {} if step.phase == "vision" else _copy(model.named_states())  # a picture has no state
+            yield Moment(step, before, after, logits)
 
     def noticed(self, parts: Parts) -> str:
         """Who notices that `parts` is not the bundle; empty where nobody does."""
@@ -99,11 +101,10 @@ class Proof:
         for moment in self.moments:
             if moment.step.phase != self.phases[name]:
                 continue
-            given = weights | {f"batch.{n}": value for n, value in tree.items(moment.step.batch)}
-            given["tokens"] = moment.step.tokens
+            given = weights | moment.step.named
             states = {s: moment.before[s].view(shapes[s]) for s in executor.states}
             ran = executor.run({n: given[n] for n in executor.inputs}, states, "exact", selections=Selections())
-            used = moment.step.batch.counts > 0
+            used = moment.step.used
             pairs = [(ran.outputs[0][used], moment.logits[used])]
             pairs += [(ran.states[s].view(v.shape)[1:], v[1:]) for s, v in moment.after.items()]
             if not all(largest(mine, theirs) <= EXACT_TOLERANCE for mine, theirs in pairs):
@@ -226,9 +227,30 @@ def test_the_bundle_itself_is_what_it_should_be(proof):
 @pytest.mark.mutation
 def test_random_changes_are_noticed(proof):
     """At least 200 changes, at least 99 % of them noticed, the rest explained."""
+    assert random_changes(proof, SEED, EACH) >= 200
+
+
+FEW = 8  # changes of each kind where there are two more kinds of models
+OTHERS = [("kimi-k3.1-pro", FEW), *(pytest.param(name, EACH, marks=pytest.mark.heavy) for name in FAMILY)]
+
+
+@pytest.mark.mutation
+@pytest.mark.parametrize("name, each", OTHERS)
+def test_random_changes_to_other_models_are_noticed(family_bundle, host, name, each):
+    """Residual mixes, selections of keys, pictures; above: the same promises."""
+    folder = family_bundle(name)
+    proof = Proof(folder, json.loads((folder / LOCAL).read_bytes())["checkpoint"], host)
+    unchanged = proof.parts.copy()
+    unchanged.plan["of"] = "this test"
+    assert proof.noticed(unchanged) == ""
+    assert random_changes(proof, SEED, each) >= 100
+
+
+def random_changes(proof, seed, each):
+    """Make and look for them; how many there were."""
     noticed: Counter[str] = Counter()
     survived, unexplained = [], []
-    for kind, words, parts in mutants(proof.parts, SEED, EACH):
+    for kind, words, parts in mutants(proof.parts, seed, each):
         who = proof.noticed(parts)
         noticed[who] += 1
         if not who:
@@ -238,5 +260,5 @@ def test_random_changes_are_noticed(proof):
     total = sum(noticed.values())
     print(f"{total} changes: {dict(noticed)}; not noticed: {survived}")
     assert not unexplained, "\n".join(unexplained)
-    assert total >= 200
     assert len(survived) <= total / 100
+    return total

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kimi_graph import formats
 from kimi_graph.compile import recipe
 from kimi_graph.compile.recipe import Step
 from kimi_graph.errors import BundleError
@@ -16,6 +17,7 @@ CASES = {
     "cast": (Step("cast", ("bfloat16",)), lambda x: x.bfloat16()),
     "exp": (Step("exp"), torch.exp),
     "neg": (Step("neg"), torch.neg),
+    "pack": (Step("pack", ("w8", "weight_scale")), lambda x: formats.pack("w8", x)["weight_scale"]),
 }
 
 
@@ -57,14 +59,16 @@ def test_recipes_survive_json():
 
 
 def test_an_unknown_step_is_refused_with_the_known_ones():
-    with pytest.raises(BundleError, match="'transpose' is not known; known are cast, exp, neg, permute, slice, view"):
+    with pytest.raises(
+        BundleError, match="'transpose' is not known; known are cast, exp, neg, pack, permute, slice, view"
+    ):
         recipe.apply([Step("transpose")], torch.ones(1))
 
 
 @pytest.mark.parametrize(
     "step, name",
     [(CASES["slice"][0], "slice1_1_3"), (CASES["permute"][0], "permute201"), (CASES["cast"][0], "bfloat16"),
-     (CASES["exp"][0], "exp")],
+     (CASES["exp"][0], "exp"), (CASES["pack"][0], "w8.weight_scale")],
 )  # fmt: skip
 def test_a_step_has_a_short_name_for_the_weight_it_makes(step, name):
     assert step.short() == name

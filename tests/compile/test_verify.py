@@ -1,5 +1,6 @@
 """Verify: what is compared, what passes, what fails, and what is said where there is nothing to compare with."""
 
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,9 @@ import torch
 from kimi_graph import tree
 from kimi_graph.compile import verify
 from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump, open_bundle, read_json
+from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.manifest import GENERATED
+from kimi_graph.compile.targets import CANN_VERSIONS, target
 from kimi_graph.compile.verify import (
     EXACT_TOLERANCE,
     Comparison,
@@ -25,9 +29,12 @@ from kimi_graph.compile.verify import (
     script,
     verify_bundle,
 )
+from kimi_graph.config import MlaConfig
 from kimi_graph.errors import BundleError, CheckpointError, KimiGraphError, VerifyError
 from kimi_graph.fixture import make_fixture
+from kimi_graph.models import decoder
 from kimi_graph.read_config import load_config
+from tests.compile.family import FAMILY, SPARSE, small_model
 
 PRESET = load_config("kimi-linear-48b")
 
@@ -69,6 +76,46 @@ def test_the_summary_names_the_largest_errors(report):
     assert sum(report.provenance.values()) > 20
 
 
+VERIFIED = [*((name, chip) for name in FAMILY for chip in ("a3", "950dt"))]
+
+
+@pytest.mark.parametrize("name, chip", VERIFIED)
+def test_the_bundle_of_every_fixture_is_its_model(family_bundle, name, chip):
+    found = verify_bundle(family_bundle(name, chip), steps=2)
+    assert found.passed, found.text()
+    config = small_model(name)
+    specs = decoder.state_specs(config, slots=1, pages=1, page=16, dtype=torch.float64)
+    kinds = {f"{x.kinds[0]}.{leaf}" for x, s in zip(config.layers, specs, strict=True) for leaf, _ in tree.items(s)}
+    kinds |= {"logits"} | ({"embeddings"} if config.vision else set())
+    assert {(r.mode, r.what) for r in found.rows} == {(m, k) for m in ("exact", "native") for k in kinds}
+    assert all(r.error < 1e-13 for r in found.rows if r.mode == "exact")
+
+
+MORE = [
+    {"batch": 1, "max_len": 64},
+    {"batch": 5, "chunk": 7, "max_len": 160, "page": 32},
+    {"phases": ("decode",), "max_len": 96},
+    {"weights": "constant", "max_len": 96},
+]
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("chip", ["a3", "a2", "950pr", "950dt", "a3-superpod", "950-superpod"])
+@pytest.mark.parametrize("cann", CANN_VERSIONS)
+@pytest.mark.parametrize("options", MORE, ids=str)
+def test_every_fixture_on_every_chip_and_release_is_its_model(host, tmp_path, name, chip, cann, options):
+    checkpoint = make_fixture(load_config(name), tmp_path / name).folder
+    sizes = {"batch": 2, "chunk": 16, "page": 16, **options}
+    if small_model(name).vision is not None:
+        sizes = {"patches": 16, **sizes}
+    compile_model(
+        load_config(checkpoint), target=target(chip, cann=cann), out=tmp_path / "b", checkpoint=checkpoint, **sizes
+    )
+    found = verify_bundle(tmp_path / "b", steps=3)
+    assert found.passed, found.text()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,7 +144,8 @@ def test_one_mode_alone_can_be_asked_for(bundle):
 
 def test_another_seed_is_other_tokens_and_passes_too(bundle):
     first, second = (
-        [s.tokens.tolist() for s in script(open_bundle(bundle), PRESET, steps=2, seed=seed)] for seed in (0, 1)
+        [s.inputs["tokens"].tolist() for s in script(open_bundle(bundle), PRESET, steps=2, seed=seed)]
+        for seed in (0, 1)
     )
     assert first != second
     assert verify_bundle(bundle, steps=1, modes=("exact",), seed=1).passed
@@ -106,12 +154,49 @@ def test_another_seed_is_other_tokens_and_passes_too(bundle):
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 
-def test_the_script_is_the_same_every_time(bundle):
-    runs = [list(script(open_bundle(bundle), PRESET, steps=2, seed=0)) for _ in range(2)]
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_script_is_the_same_every_time(family_bundle, name):
+    runs = [list(script(open_bundle(family_bundle(name)), small_model(name), steps=2, seed=0)) for _ in range(2)]
     for a, b in zip(*runs, strict=True):
         assert a.phase == b.phase
-        assert torch.equal(a.tokens, b.tokens)
-        assert all(torch.equal(x, y) for x, y in zip(tree.leaves(a.batch), tree.leaves(b.batch), strict=True))
+        assert torch.equal(a.used, b.used)
+        assert a.named.keys() == b.named.keys()
+        assert all(torch.equal(x, b.named[name]) for name, x in a.named.items())
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_steps_hold_what_their_graph_reads_and_nothing_else(family_bundle, name):
+    """Their shapes and dtypes too; floats are float64, which stands for exact numbers."""
+    bundle = open_bundle(family_bundle(name))
+    phases = [g["phase"] for g in bundle.manifest["graphs"]]
+    steps = list(script(bundle, small_model(name), steps=2, seed=0))
+    assert list(dict.fromkeys(s.phase for s in steps)) == phases
+    for step in steps:
+        entry = bundle.graph(step.phase)
+        read = {i["name"]: i for i in entry["inputs"] if i["name"] not in GENERATED}
+        assert set(read) <= set(step.named)
+        for name_, x in step.named.items():
+            assert name_ not in read or list(x.shape) == read[name_]["shape"], name_
+            exact = "float64" if x.is_floating_point() else read.get(name_, {}).get("dtype", "")
+            assert name_ not in read or str(x.dtype) == f"torch.{exact}", name_
+        assert step.used.dtype == torch.bool and bool(step.used.any())
+        rows = entry["images"] if step.phase == "vision" else entry["rows"]
+        assert len(step.used) == rows
+        if step.phase != "vision":
+            assert torch.equal(step.used, step.batch.counts > 0)
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILY if small_model(n).vision])
+def test_pictures_fill_the_bucket_and_are_narrow_and_text_holds_rows_of_images(family_bundle, name):
+    bundle = open_bundle(family_bundle(name))
+    steps = list(script(bundle, small_model(name), steps=0, seed=0))
+    pictures = [s for s in steps if s.phase == "vision"]
+    assert [int(s.used.sum()) for s in pictures] == [4, 1]
+    assert [int(s.batch.count) for s in pictures] == [16, 4]
+    rows = torch.cat([s.inputs["vision.rows"].flatten() for s in steps if s.phase == "prefill"])
+    assert set(rows.tolist()) == {0, 1, 2, 3, 4}  # text, and each row of values
+    values = [s.inputs["vision.values"] for s in steps if s.phase == "prefill"]
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(values))
 
 
 def test_slots_and_pages_are_neither_in_order_nor_shared(bundle):
@@ -125,16 +210,45 @@ def test_slots_and_pages_are_neither_in_order_nor_shared(bundle):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5])
 def test_prompts_come_whole_in_part_alone_late_and_not_at_all(rows):
-    chunks = torch.stack(list(prompt_chunks(rows, 16, 60))).t().tolist()
+    chunks = torch.stack(list(prompt_chunks(rows, 16, 60, longest=0))).t().tolist()
     assert chunks == [[[16, 9, 1], [0, 16, 1], [13, 0, 1]][r % 3] for r in range(rows)]
 
 
 @pytest.mark.parametrize("chunk, room", [(1, 1), (2, 1), (1, 2), (16, 5), (16, 16), (512, 3)])
-def test_prompts_fit_the_room_and_every_row_has_one(chunk, room):
-    chunks = torch.stack(list(prompt_chunks(4, chunk, room)))
+@pytest.mark.parametrize("longest", [0, 1, 9, 1000])
+def test_prompts_fit_the_room_and_every_row_has_one(chunk, room, longest):
+    chunks = torch.stack(list(prompt_chunks(4, chunk, room, longest)))
     assert int(chunks.max()) <= chunk and int(chunks.min()) >= 0
     assert all(1 <= total <= room for total in chunks.sum(0).tolist())
     assert all(int(c.sum()) for c in chunks)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("longest, room", [(73, 94), (73, 73), (200, 94), (40, 94)])
+def test_the_first_row_goes_on_until_a_selection_leaves_something_out(rows, longest, room):
+    chunks = torch.stack(list(prompt_chunks(rows, 16, room, longest)))
+    assert int(chunks[:, 0].sum()) == min(longest, room)
+    assert int(chunks.max()) == 16
+    assert int(chunks[3:, 1:].sum()) == 0  # the others have what they have
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_the_script_of_a_sparse_model_has_more_keys_than_are_selected(family_bundle, name):
+    """In prefill, inside a chunk, and in decode; and rows with fewer keys beside it."""
+    indexers = [layer.mixer.indexer for layer in small_model(name).layers if isinstance(layer.mixer, MlaConfig)]
+    (top_k,) = {x.top_k for x in indexers if x is not None}
+    steps = list(script(open_bundle(family_bundle(name)), small_model(name), steps=2, seed=0))
+    for phase in ("prefill", "decode"):
+        before, after = zip(*[
+            (int((s.batch.lengths - s.batch.counts).max()), int(s.batch.lengths.max()))
+            for s in steps
+            if s.phase == phase
+        ], strict=True)  # fmt: skip
+        assert max(after) > top_k
+        assert phase == "decode" or any(a < top_k < b for a, b in zip(before, after, strict=True))
+    assert any(
+        0 < int(s.batch.lengths.min()) < top_k < int(s.batch.lengths.max()) for s in steps if s.phase != "vision"
+    )
 
 
 def test_decode_steps_leave_each_row_empty_once(bundle):

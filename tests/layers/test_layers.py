@@ -1,5 +1,6 @@
 """Each layer alone: parts and steps give the whole, gradients pass, rows and the future do not matter."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,15 +9,20 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from kimi_graph import layers, ops, tree
-from kimi_graph.config import KdaConfig, MlaConfig, MoeConfig
+from kimi_graph.config import IndexerConfig, KdaConfig, MlaConfig, MoeConfig, RopeConfig
 from kimi_graph.errors import ConfigError
 
 D = 10  # embed
-KDA = KdaConfig(heads=2, key=6, value=5, conv_width=4, gate_rank=3)
-BOUNDED = KdaConfig(heads=2, key=6, value=5, conv_width=4, gate_rank=3, gate_lower_bound=-5.0)
-MLA = MlaConfig(heads=3, latent=7, key_nope=5, key_rope=4, value=6, nope=True)
+KDA = KdaConfig(heads=2, key=6, value=5, conv_width=4, gate_rank=3, stored_rates=(2,))
+BOUNDED = dataclasses.replace(KDA, gate_lower_bound=-5.0, full_rank_gate=True, stored_rates=(4,))
+MLA = MlaConfig(heads=3, latent=7, key_nope=5, key_rope=4, value=6, scale=1 / 3)
+ROPE = RopeConfig(theta=100.0, interleaved=True)
+GATED = dataclasses.replace(MLA, query_latent=6, output_gate=True, rope=ROPE)
+INDEXER = IndexerConfig(heads=16, key=6, top_k=4, eps=1e-6, rope=4, interleaved=False)
+SPARSE = dataclasses.replace(GATED, indexer=INDEXER)
 MOE = MoeConfig(experts=6, top_k=2, ffn=4, shared_ffn=5, scale=2.446)
-MIXERS = {"kda": KDA, "kda bounded": BOUNDED, "mla": MLA}
+MIXERS = {"kda": KDA, "kda bounded": BOUNDED, "mla": MLA, "mla gated": GATED, "mla sparse": SPARSE}
+WIDE: dict[str, Any] = {"rope": (ROPE, 4), "dtype": torch.float64}  # of a batch
 ROUNDING = 1e-12  # float64, sums in another order
 mixers = pytest.mark.parametrize("c", MIXERS.values(), ids=MIXERS)
 narrow = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -40,7 +46,7 @@ def params(c: Any, dtype: torch.dtype = torch.float64) -> Any:
 def mix(p, c, x, state=None, batch=None, **how):
     if isinstance(c, KdaConfig):
         return layers.kda(p, c, x, state, batch, **how)
-    return layers.mla(p, c, x, state, batch, **how)
+    return layers.mla(p, c, x, state, batch, **how)[:2]
 
 
 def room(c, rows, tokens, like):
@@ -68,7 +74,7 @@ def test_parts_and_steps_equal_the_whole(c, parts):
     whole, last = mix(p, c, x)
     state, outs, seen = room(c, 2, 9, x), [], 0
     for size in parts:
-        batch = layers.row_batch(2, size, before=seen, room=9)
+        batch = layers.row_batch(2, size, before=seen, room=9, **WIDE)
         y, state = mix(p, c, x[:, seen : seen + size], state, batch, step=size == 1 and seen > 0)
         outs.append(y)
         seen += size
@@ -82,7 +88,7 @@ def test_ragged_rows_are_the_rows_alone(c):
     p, x = params(c), normal(3, 8, D)
     counts = torch.tensor([8, 3, 1])
     slots = table = torch.tensor([2, 3, 1], dtype=torch.int32)
-    batch = layers.step_batch(table[:, None], slots, torch.zeros(3, dtype=torch.int64), counts, 8, 8)
+    batch = layers.step_batch(table[:, None], slots, torch.zeros(3, dtype=torch.int64), counts, 8, 8, **WIDE)
     y, state = mix(p, c, x, room(c, 3, 8, x), batch)
     for row, count in enumerate(counts.tolist()):
         alone, own = mix(p, c, x[row : row + 1, :count])
@@ -96,15 +102,15 @@ def test_ragged_rows_are_the_rows_alone(c):
 def test_what_slots_and_pages_held_before_does_not_matter(c):
     p, x = params(c), normal(2, 5, D)
     stale = tree.map(lambda s: torch.full_like(s, float("nan")), room(c, 2, 9, x))
-    y, state = mix(p, c, x, stale, layers.row_batch(2, 5, room=9))
+    y, state = mix(p, c, x, stale, layers.row_batch(2, 5, room=9, **WIDE))
     torch.testing.assert_close(y, mix(p, c, x)[0], rtol=ROUNDING, atol=ROUNDING)
     more = normal(2, 1, D)
-    y, _ = mix(p, c, more, state, layers.row_batch(2, 1, before=5, room=9), step=True)
+    y, _ = mix(p, c, more, state, layers.row_batch(2, 1, before=5, room=9, **WIDE), step=True)
     torch.testing.assert_close(y, mix(p, c, torch.cat([x, more], 1))[0][:, -1:], rtol=ROUNDING, atol=ROUNDING)
 
 
 @narrow
-@pytest.mark.parametrize("c", [KDA, BOUNDED, MLA, 7], ids=["kda", "kda bounded", "mla", "ffn"])
+@pytest.mark.parametrize("c", [KDA, BOUNDED, MLA, GATED, 7], ids=["kda", "kda bounded", "mla", "mla gated", "ffn"])
 def test_a_changed_token_leaves_outputs_before_it_bitwise_equal(c, dtype):
     p, x = params(c, dtype), normal(1, 80, D, dtype=dtype)
     before = run(p, c, x)
@@ -140,7 +146,7 @@ def test_the_experts_equal_a_loop_over_rows():
     torch.testing.assert_close(layers.moe(p, MOE, x), y + layers.ffn(p.shared, x))
 
 
-@pytest.mark.parametrize("c", [KDA, BOUNDED, MLA, MOE, 7], ids=["kda", "kda bounded", "mla", "moe", "ffn"])
+@pytest.mark.parametrize("c", [*MIXERS.values(), MOE, 7], ids=[*MIXERS, "moe", "ffn"])
 def test_gradients_of_input_and_every_weight_are_those_of_finite_differences(c):
     p, x = params(c), normal(2, 5, D).requires_grad_()
     leaves, rebuild = tree.leaves(p), lambda values: _like(p, values)
@@ -152,12 +158,12 @@ def test_gradients_of_input_and_every_weight_are_those_of_finite_differences(c):
 @mixers
 def test_gradients_of_steps_reach_the_state_and_the_weights(c):
     p, x = params(c), normal(1, 2, D)
-    _, state = mix(p, c, x[:, :1], room(c, 1, 2, x), layers.row_batch(1, 1, room=2))
+    _, state = mix(p, c, x[:, :1], room(c, 1, 6, x), layers.row_batch(1, 1, room=6, **WIDE))
     values = tree.leaves(p) + tree.leaves(state)
 
     def f(*values):
         weights, before = values[: -len(tree.leaves(state))], values[-len(tree.leaves(state)) :]
-        batch = layers.row_batch(1, 1, before=1, room=2)
+        batch = layers.row_batch(1, 1, before=1, room=6, **WIDE)
         y, after = mix(_like(p, weights), c, x[:, 1:], _like(state, before), batch, step=True)
         return y, *tree.leaves(after)
 
@@ -169,7 +175,7 @@ def _like(node, values):
     return tree.map(lambda _: next(values), node)
 
 
-@pytest.mark.parametrize("c", [KDA, MLA, 7], ids=["kda", "mla", "ffn"])
+@pytest.mark.parametrize("c", [KDA, MLA, SPARSE, 7], ids=["kda", "mla", "mla sparse", "ffn"])
 def test_gradients_per_sequence_by_vmap_are_those_of_a_loop(c):
     p, x = params(c), normal(3, 5, D)
 
@@ -203,7 +209,7 @@ def test_layers_train():
 
 
 @narrow
-@pytest.mark.parametrize("c", [KDA, BOUNDED, MLA, MOE, 7], ids=["kda", "kda bounded", "mla", "moe", "ffn"])
+@pytest.mark.parametrize("c", [*MIXERS.values(), MOE, 7], ids=[*MIXERS, "moe", "ffn"])
 def test_narrow_dtypes_agree_with_float64_on_the_same_numbers(c, dtype):
     p, x = params(c, dtype), normal(2, 40, D, dtype=dtype)
     y = run(p, c, x)
@@ -240,7 +246,7 @@ def test_shapes_are_known_without_values(c):
 @mixers
 def test_a_state_given_away_is_written_in_place(c):
     p, x = params(c), normal(1, 4, D)
-    state, batch = room(c, 1, 4, x), layers.row_batch(1, 4)
+    state, batch = room(c, 1, 6, x), layers.row_batch(1, 4, room=6, **WIDE)
     _, pure = mix(p, c, x, state, batch)
     assert not any(s.any() for s in tree.leaves(state))
     with ops.donating():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimi_graph import layers, tree
-from kimi_graph.config import KdaConfig, MlaConfig
+from kimi_graph.config import KdaConfig, MlaConfig, RopeConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.layers import packing
 
@@ -44,21 +44,24 @@ def test_a_mask_of_another_shape_is_refused():
         packing.left_to_right(torch.zeros(5, 6), MASK)
 
 
-@pytest.mark.parametrize("kind", ["kda", "mla"])
+@pytest.mark.parametrize("kind", ["kda", "mla", "rotated"])
 def test_packed_and_padded_sequences_are_the_sequences_alone(kind):
+    rope = RopeConfig(theta=10, interleaved=False) if kind == "rotated" else None
     if kind == "kda":
-        c = KdaConfig(heads=2, key=6, value=5, conv_width=4, gate_rank=3)
+        c = KdaConfig(heads=2, key=6, value=5, conv_width=4, gate_rank=3, stored_rates=(2,))
         specs, layer = layers.kda_specs(c, 10), layers.kda
         state = lambda rows: layers.kda_state_specs(c, rows + 1, torch.float64)  # noqa: E731
     else:
-        c = MlaConfig(heads=3, latent=7, key_nope=5, key_rope=4, value=6, nope=True)
+        c = MlaConfig(heads=3, latent=7, key_nope=5, key_rope=4, value=6, scale=1 / 3, rope=rope)
         specs, layer = layers.mla_specs(c, 10), layers.mla
         state = lambda rows: layers.mla_state_specs(c, rows + 1, 8, torch.float64)  # noqa: E731
     p = tree.map(lambda s: 0.5 * torch.randn(s.shape, dtype=torch.float64), specs)
 
+    angles = {} if rope is None else {"rope": (rope, 4), "dtype": torch.float64}
+
     def run(rows, counts):
         own = torch.arange(1, len(rows) + 1, dtype=torch.int32)
-        batch = layers.step_batch(own[:, None], own, torch.zeros_like(counts), counts, rows.shape[1], 8)
+        batch = layers.step_batch(own[:, None], own, torch.zeros_like(counts), counts, rows.shape[1], 8, **angles)
         return layer(p, c, rows, layers.zero_state(state(len(rows)), rows), batch)[0]
 
     packed = torch.randn(1, 11, 10, dtype=torch.float64)

@@ -13,7 +13,16 @@ import torch
 
 import kimi_graph as kg
 from kimi_graph import layers, ops, tree
-from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, MoeConfig
+from kimi_graph.config import (
+    DenseConfig,
+    IndexerConfig,
+    KdaConfig,
+    LayerConfig,
+    MlaConfig,
+    MoeConfig,
+    RopeConfig,
+    SituConfig,
+)
 from kimi_graph.errors import ShardingError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch
@@ -26,14 +35,27 @@ RULES = {
     "batch": "data", "slots": "data", "pages": "data", "token": "data", "embed": None,
     "heads": "tensor", "key": None, "value": None, "gate_rank": None, "latent": None,
     "ffn": "tensor", "experts": "tensor", "expert_ffn": None, "vocab": "tensor",
+    "query_latent": None, "index_heads": None, "expert_embed": None,
 }  # fmt: skip
 
 ROWS, TOKENS, PAGE, PAGES, EMBED, EPS = 4, 5, 4, 3, 12, 1e-5
-KDA = KdaConfig(heads=4, key=6, value=5, conv_width=4, gate_rank=3)
-MLA = MlaConfig(heads=4, latent=7, key_nope=6, key_rope=3, value=5, nope=True)
+KDA = KdaConfig(heads=4, key=6, value=5, conv_width=4, gate_rank=3, stored_rates=(1, 1, 4, 1))
+BOUNDED = dataclasses.replace(KDA, gate_lower_bound=-5.0, full_rank_gate=True, stored_rates=(6,))
+MLA = MlaConfig(heads=4, latent=7, key_nope=6, key_rope=4, value=5, scale=0.3)
+GATED = dataclasses.replace(MLA, query_latent=9, output_gate=True, rope=RopeConfig(theta=10.0, interleaved=True))
+INDEXER = IndexerConfig(heads=3, key=6, top_k=4, eps=1e-6, rope=4, interleaved=False)
+SPARSE = dataclasses.replace(GATED, indexer=INDEXER)
+SHARED = dataclasses.replace(GATED, indexer=dataclasses.replace(INDEXER, shared=True))
+SITU = SituConfig(beta=4.0, linear_beta=25.0)
 DENSE = DenseConfig(ffn=8)
 MOE = MoeConfig(experts=8, top_k=3, ffn=4, shared_ffn=4, scale=2.446)
-BATCH_AXES: Any = Batch(slots="batch", lengths="batch", counts="batch", block_table="batch _", slot_mapping="batch")
+GROUPED = dataclasses.replace(MOE, groups=4, kept_groups=2)
+LATENT = dataclasses.replace(MOE, latent=8, latent_norm=True, situ=SITU)
+BATCH_AXES: Any = Batch(
+    slots="batch", lengths="batch", counts="batch", block_table="batch _", slot_mapping="batch",
+    cos="batch _ _", sin="batch _ _",
+)  # fmt: skip
+PLAIN_AXES: Any = tree.replace(BATCH_AXES, cos=None, sin=None)
 HIDDEN = "batch _ embed"
 
 
@@ -64,7 +86,9 @@ def batches(shards: int, *, step: bool) -> tuple[Batch, Batch]:
     within, through = [], []
     for i in range(shards):
         some = slice(i * rows, (i + 1) * rows)
-        own = step_batch(table, slots, before[some], counts[some], tokens, PAGE)
+        own = step_batch(
+            table, slots, before[some], counts[some], tokens, PAGE, rope=(GATED.rope, 4), dtype=torch.float64
+        )
         within.append(own)
         page = i * (rows * PAGES + 1)
         moved = {"slots": own.slots + i * (rows + 1), "block_table": own.block_table + page}
@@ -97,48 +121,89 @@ def all_reduce(mesh: Mesh, tokens: int = TOKENS) -> tuple[str, tuple[str, ...], 
     return "all_reduce", ("tensor",), (ROWS // mesh.axes["data"], tokens, EMBED)
 
 
-def run_kda(mesh: Mesh, *, step: bool) -> None:
-    specs, state_specs = layers.kda_specs(KDA, EMBED), layers.kda_state_specs(KDA, pools(mesh)["slots"], torch.float64)
+def run_kda(mesh: Mesh, config: KdaConfig = KDA, *, step: bool) -> None:
+    specs = layers.kda_specs(config, EMBED)
+    state_specs = layers.kda_state_specs(config, pools(mesh)["slots"], torch.float64)
     p, state, x = values(specs), values(state_specs), hidden(1 if step else TOKENS)
     through, within = batches(mesh.axes["data"], step=step)
-    on_mesh = place(mesh, specs, p), KDA, shard(mesh, x, HIDDEN), place(mesh, state_specs, state)
+    on_mesh = place(mesh, specs, p), config, shard(mesh, x, HIDDEN), place(mesh, state_specs, state)
     got = layers.kda(*on_mesh, place(mesh, BATCH_AXES, within), EPS, step=step)
-    assert_equal(got, layers.kda(p, KDA, x, state, through, EPS, step=step))
+    assert_equal(got, layers.kda(p, config, x, state, through, EPS, step=step))
 
 
-def run_mla(mesh: Mesh, *, step: bool) -> None:
-    specs = layers.mla_specs(MLA, EMBED)
-    state_specs = layers.mla_state_specs(MLA, pools(mesh)["pages"], PAGE, torch.float64)
+def run_mla(mesh: Mesh, config: MlaConfig = MLA, *, step: bool) -> None:
+    specs = layers.mla_specs(config, EMBED)
+    state_specs = layers.mla_state_specs(config, pools(mesh)["pages"], PAGE, torch.float64)
     p, state, x = values(specs), values(state_specs), hidden(1 if step else TOKENS)
     through, within = batches(mesh.axes["data"], step=step)
-    on_mesh = place(mesh, specs, p), MLA, shard(mesh, x, HIDDEN), place(mesh, state_specs, state)
-    got = layers.mla(*on_mesh, place(mesh, BATCH_AXES, within), step=step)
-    assert_equal(got, layers.mla(p, MLA, x, state, through, step=step))
+    chosen = torch.arange(4, dtype=torch.int32).expand(ROWS, x.shape[1], 4) if config is SHARED else None
+    before = None if chosen is None else shard(mesh, chosen, "batch _ _")
+    on_mesh = place(mesh, specs, p), config, shard(mesh, x, HIDDEN), place(mesh, state_specs, state)
+    *got, picked = layers.mla(*on_mesh, place(mesh, BATCH_AXES, within), step=step, selected=before)
+    *want, expected = layers.mla(p, config, x, state, through, step=step, selected=chosen)
+    assert_equal(tuple(got), tuple(want))
+    assert (picked is None) == (expected is None) == (config.indexer is None)
+    if expected is not None:
+        assert_equal(picked, expected)
 
 
 @pytest.mark.parametrize("step", [False, True], ids=["prefill", "step"])
-@pytest.mark.parametrize("run", [run_kda, run_mla], ids=["kda", "mla"])
-def test_a_mixer_needs_one_all_reduce(mesh, run, step):
-    run(mesh, step=step)
+@pytest.mark.parametrize(
+    "run, config",
+    [(run_kda, KDA), (run_kda, BOUNDED), (run_mla, MLA), (run_mla, GATED), (run_mla, SPARSE), (run_mla, SHARED)],
+    ids=["kda", "kda-bounded", "mla", "mla-gated", "mla-sparse", "mla-shared"],
+)
+def test_a_mixer_needs_one_all_reduce(mesh, run, config, step):
+    run(mesh, config, step=step)
     assert mesh.log == [all_reduce(mesh, 1 if step else TOKENS)]
 
 
-def test_ffn_needs_one_all_reduce(mesh):
+@pytest.mark.parametrize("situ", [None, SITU], ids=["swiglu", "situ"])
+def test_ffn_needs_one_all_reduce(mesh, situ):
     specs, x = layers.ffn_specs(DENSE.ffn, EMBED), hidden()
     p = values(specs)
-    assert_equal(layers.ffn(place(mesh, specs, p), shard(mesh, x, HIDDEN)), layers.ffn(p, x))
+    assert_equal(layers.ffn(place(mesh, specs, p), shard(mesh, x, HIDDEN), situ), layers.ffn(p, x, situ))
     assert mesh.log == [all_reduce(mesh)]
 
 
-def run_moe(mesh: Mesh) -> None:
-    specs, x = layers.moe_specs(MOE, EMBED), hidden()
+def run_moe(mesh: Mesh, config: MoeConfig = MOE) -> None:
+    specs, x = layers.moe_specs(config, EMBED), hidden()
     p = values(specs)
-    assert_equal(layers.moe(place(mesh, specs, p), MOE, shard(mesh, x, HIDDEN)), layers.moe(p, MOE, x))
+    assert_equal(layers.moe(place(mesh, specs, p), config, shard(mesh, x, HIDDEN)), layers.moe(p, config, x))
 
 
-def test_moe_with_its_experts_split_needs_one_all_reduce_for_routed_and_shared(mesh):
-    run_moe(mesh)
+@pytest.mark.parametrize("config", [MOE, GROUPED], ids=["plain", "grouped"])
+def test_moe_with_its_experts_split_needs_one_all_reduce_for_routed_and_shared(mesh, config):
+    run_moe(mesh, config)
     assert mesh.log == [all_reduce(mesh)]
+
+
+def test_latent_experts_are_summed_before_their_norm_and_added_to_the_shared_ones_before_theirs(mesh):
+    run_moe(mesh, LATENT)
+    rows = ROWS // mesh.axes["data"]
+    assert mesh.log == [("all_reduce", ("tensor",), (rows * TOKENS, LATENT.latent)), all_reduce(mesh)]
+
+
+def test_split_latent_projections_gather_what_experts_read_and_leave_a_sum_for_the_shared_experts():
+    mesh = mesh_of(2, 2, expert_embed="tensor")
+    run_moe(mesh, LATENT)
+    rows = ROWS * TOKENS // 2
+    gathered, summed = ("all_gather", ("tensor",), (rows, 4)), ("all_reduce", ("tensor",), (rows, 8))
+    assert mesh.log == [gathered, summed, all_reduce(mesh)]
+
+
+def test_a_residual_mix_needs_nothing_of_whole_sources_and_sums_pending_ones_once(mesh):
+    specs, rows = layers.attn_residual_specs(EMBED, "site"), ROWS // mesh.axes["data"]
+    p, sources = values(specs), [hidden() for _ in range(3)]
+    whole = [shard(mesh, x, HIDDEN) for x in sources]
+    assert_equal(layers.attn_residual(place(mesh, specs, p), whole, EPS), layers.attn_residual(p, sources, EPS))
+    assert mesh.log == []
+    x, w = hidden(), torch.randn(EMBED, 8).double()
+    narrow = torch.einsum("btd,df->btf", shard(mesh, x, HIDDEN), shard(mesh, w, "embed ffn"))
+    pending = torch.einsum("btf,df->btd", narrow, shard(mesh, w, "embed ffn"))
+    mixed = layers.attn_residual(place(mesh, specs, p), [*whole, pending], EPS)
+    assert_equal(mixed, layers.attn_residual(p, [*sources, x @ w @ w.mT], EPS))
+    assert mesh.log == [("all_reduce", ("tensor",), (rows, TOKENS, EMBED))]
 
 
 def test_moe_with_the_width_of_experts_split_needs_one_all_reduce():
@@ -160,17 +225,20 @@ def test_moe_can_split_tokens_that_attention_replicates():
 
 
 def test_embedding_and_head_split_over_the_vocabulary_need_one_all_reduce_and_none(mesh):
-    config = small_config(DENSE)
-    weight, norm, tokens = (
-        torch.randn(16, EMBED).double(),
-        torch.randn(EMBED).double(),
-        torch.randint(16, (ROWS, TOKENS)),
-    )
-    x = decoder.embed(shard(mesh, weight, "vocab embed"), shard(mesh, tokens, "batch _"))
-    assert_equal(x, decoder.embed(weight, tokens))
+    config, how = small_config(DENSE), decoder.How(step=False, last_only=False)
+    weight, norm = torch.randn(16, EMBED).double(), torch.randn(EMBED).double()
+    tokens = torch.randint(16, (ROWS, TOKENS))
+    first, *_, last = decoder.schedule(config)
+    table = shard(mesh, weight, "vocab embed")
+
+    def run(use: decoder.Use, p: Any, x: Any) -> Any:
+        return decoder.run_part(use, config, p, [x], None, Any, how)[0][0]  # type: ignore[arg-type]
+
+    x = run(first, {"embed": table}, shard(mesh, tokens, "batch _"))
+    assert_equal(x, run(first, {"embed": weight}, tokens))
     assert mesh.log == [all_reduce(mesh)]
-    logits = decoder.head(shard(mesh, norm, "embed"), shard(mesh, weight, "vocab embed"), config, x)
-    assert_equal(logits, decoder.head(norm, weight, config, x.whole()))
+    logits = run(last, {"norm": shard(mesh, norm, "embed"), "head": table}, x)
+    assert_equal(logits, run(last, {"norm": norm, "head": weight}, x.whole()))
     assert mesh.log == [all_reduce(mesh)]
 
 
@@ -215,7 +283,7 @@ def test_the_48b_model_on_1024_devices_traces_on_meta_tensors(step):
         return place(mesh, specs, empty)
 
     logits, states = decoder.forward(
-        placed(specs), config, shard(mesh, tokens, "batch _"), placed(state_specs), place(mesh, BATCH_AXES, batch),
+        placed(specs), config, shard(mesh, tokens, "batch _"), placed(state_specs), place(mesh, PLAIN_AXES, batch),
         step=step, last_only=True,
     )  # fmt: skip
     assert str(logits) == "[64@data, 1, 163840@tensor]"

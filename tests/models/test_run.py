@@ -1,5 +1,7 @@
 """Prefill, decode and generate: every way of reading the same tokens gives the same logits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_packed_sequences_do_not_see_each_other(config, params, tokens):
     logits, state = kg.prefill(config, params, packed, kg.init_state(config, 4, 70), cu_seqlens=bounds)
     assert logits.shape == (1, sum(sizes), config.vocab)
     assert state.lengths.tolist() == sizes
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         alone, _ = kg.prefill(config, params, packed[:, start:end], kg.init_state(config, 1, 70))
         assert differ(logits[:, start:end], alone) < ROUNDING
 
@@ -100,6 +102,25 @@ def test_taps_name_what_was_asked_for(config, params, tokens):
     assert torch.equal(taps["layers.3.kda.state"], state.layers[3].memory[1:])
     assert taps["layers.1.moe.experts"].shape == (140, 4)
     assert logits.shape == (2, 70, config.vocab)
+
+
+@pytest.mark.parametrize("taps", [["layers.*.kda.stat"], "layers.*.kda.stat"], ids=["in a list", "a string"])
+def test_a_tap_that_does_not_exist_names_the_nearest(config, params, tokens, taps):
+    with pytest.raises(
+        ConfigError, match=r"nothing is called 'layers\.\*\.kda\.stat'; the nearest is layers\.\d\.kda\.state"
+    ):
+        kg.prefill(config, params, tokens, kg.init_state(config, 2, 70), taps=taps)
+
+
+@pytest.mark.parametrize("bad", [[1, 2, 3], torch.tensor([1, 2, 3])], ids=["a list", "one row"])
+def test_tokens_of_another_form_are_refused_in_words(config, params, bad):
+    with pytest.raises(ConfigError, match=r"prefill: tokens: found .*, expected a tensor \[B, T\]"):
+        kg.prefill(config, params, bad, kg.init_state(config, 1, 16))
+
+
+def test_parameters_of_integers_are_refused(config):
+    with pytest.raises(ConfigError, match=r"found torch\.int8, expected a float"):
+        kg.init_params(config, dtype=torch.int8)
 
 
 def test_generate_is_greedy_decoding_and_rows_do_not_disturb_each_other(config, params):
@@ -146,7 +167,7 @@ def test_a_used_state_keeps_its_dtype(config, params):
 
 
 def test_a_length_over_the_models_limit_is_refused(config):
-    with pytest.raises(ConfigError, match="1,048,577 .* the largest is 1,048,576"):
+    with pytest.raises(ConfigError, match=r"1,048,577 .* the largest is 1,048,576"):
         kg.init_state(config, 1, 1_048_577)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kimi_graph.ops.einsum  # noqa: F401 (its operators register)
@@ -54,6 +55,17 @@ def combine() -> list[Any]:
     return [normal(2 * T, 5), torch.randperm(2 * T).int(), torch.rand(T, 2, dtype=torch.float64)]
 
 
+def rotation() -> list[Any]:
+    angle = normal(B, T, 3)
+    return [normal(B, T, H, 6), angle.cos(), angle.sin(), True]
+
+
+def sparse_attention() -> list[Any]:
+    selected = torch.tensor([[[0, -1, 1]] * 3 + [[2, 4, 0]] * 4, [[0, -1, -1]] * 2 + [[1, 0, 2]] * 5])
+    pools = [normal(P, G, L), normal(P, G, R)]
+    return [normal(B, T, H, L), normal(B, T, H, R), *pools, selected.int(), TABLE, LENGTHS, COUNTS, 0.4]
+
+
 # Inputs of every operator in float64; an integer stays an integer in every dtype.
 INPUTS: dict[str, Callable[[], list[Any]]] = {
     "attention": attention,
@@ -66,34 +78,62 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
         normal(P, G, R),
         torch.randperm(24)[:14],
     ],
+    "full_attention": lambda: [*[normal(B, T, H, K) for _ in range(3)], torch.tensor([7, 4]), 0.4],
     "gated_rms_norm": lambda: [normal(B, T, H, V), normal(B, T, H, V), normal(V), 1e-5],
     "grouped_matmul": lambda: [normal(9, 6), normal(4, 5, 6), torch.tensor([3, 0, 5, 1])],
+    "index_write": lambda: [normal(B, T, K), normal(P, G, K), torch.randperm(24)[:14]],
     "kda_chunk": lambda: [*kda(T), SLOTS, LENGTHS, COUNTS, 0.4],
     "kda_gate": lambda: [normal(B, T, H, K), normal(H, K), normal(H), -5.0],
     "kda_step": lambda: [*kda(1), SLOTS, 0.4],
     "l2_norm": lambda: [normal(B, T, H, K), 1e-6],
     "latent_attention": latent_attention,
+    "layer_norm": lambda: [normal(B, T, V), normal(V), normal(V), 1e-6],
     "matmul": lambda: [normal(5, 4), normal(6, 4), True],
     "moe_combine": combine,
     "moe_dispatch": lambda: [normal(T, 6), chosen(), 5],
-    "moe_route": lambda: [normal(T, 5), normal(5), 2, 2.5],
+    "moe_route": lambda: [normal(T, 6), normal(6), 2, 2.5, 3, 2],
+    "residual_mix": lambda: [[normal(B, T, V) for _ in range(3)], normal(V), normal(V), 1e-5],
     "rms_norm": lambda: [normal(B, T, V), normal(V), 1e-5],
+    "rope": rotation,
+    "select_keys": lambda: [normal(B, T, H, K), normal(B, T, H), normal(P, G, K), TABLE, LENGTHS, COUNTS, 3],
     "short_conv": lambda: [normal(B, T, H, K), normal(H, K, 4), normal(S, H, K, 3), SLOTS, LENGTHS, COUNTS],
+    "situ": lambda: [normal(T, 6), 4.0, 25.0],
+    "situ_mul": lambda: [normal(B, T, 6), normal(B, T, 6), 4.0, 25.0],
+    "sparse_attention": sparse_attention,
     "swiglu": lambda: [normal(T, 6)],
 }
 OURS = {name: op for name, op in OPERATORS.items() if op.reference.__module__.startswith("kimi_graph.ops.")}
 every_operator = pytest.mark.parametrize("op", [OURS[name] for name in sorted(INPUTS)], ids=sorted(INPUTS))
-F32 = {"decay", "beta", "memory", "bias", "log_rate", "scores", "weights"}  # arguments that are float32 in any model
+F32 = {
+    "decay",
+    "beta",
+    "memory",
+    "bias",
+    "log_rate",
+    "scores",
+    "weights",
+    "cos",
+    "sin",
+}  # arguments that are float32 in any model
 
 
 def inputs(op: Operator, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Arguments of `op` as a model of this dtype has them."""
-    made = []
-    for name, value in zip(op.__signature__.parameters, INPUTS[op.name](), strict=True):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value = value.to(torch.float32 if name in F32 and dtype == torch.bfloat16 else dtype)
-        made.append(value)
-    return made
+
+    def cast(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float32 if name in F32 and dtype == torch.bfloat16 else dtype) if floating(x) else x
+
+    named = zip(op.__signature__.parameters, INPUTS[op.name](), strict=True)
+    return [pytree.tree_map(lambda x, name=name: cast(name, x), value) for name, value in named]
+
+
+def floating(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def each(f: Callable[[torch.Tensor], Any], args: list[Any]) -> list[Any]:
+    """`f` of every tensor of floating point numbers, in lists too."""
+    return pytree.tree_map(lambda x: f(x) if floating(x) else x, args)
 
 
 def results(out: Any) -> tuple[torch.Tensor, ...]:
@@ -109,7 +149,7 @@ def test_every_operator_has_inputs_here():
 def test_fake_agrees_with_reference(op, dtype):
     args = inputs(op, dtype)
     with FakeTensorMode() as mode:
-        fake = op.op(*[mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args])
+        fake = op.op(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, args))
     for r, f in zip(results(op(*args)), results(fake), strict=True):
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
 
@@ -123,7 +163,7 @@ def test_float64_stays_float64(op):
 @every_operator
 def test_narrow_dtypes_agree_with_float64_on_the_same_numbers(op, dtype):
     narrow = inputs(op, dtype)
-    wide = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in narrow]
+    wide = each(lambda x: x.double(), narrow)
     # rounded once to its dtype (half an ulp of bfloat16 is 2^-9) after sums in float32, some of them of rounded terms
     tolerance = 2**-7 if dtype == torch.bfloat16 else 2**-20
     for r, w in zip(results(op(*narrow)), results(op(*wide)), strict=True):
@@ -136,33 +176,32 @@ def test_narrow_dtypes_agree_with_float64_on_the_same_numbers(op, dtype):
 @every_operator
 def test_inputs_are_left_alone(op):
     args = inputs(op)
-    before = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    before = pytree.tree_map_only(torch.Tensor, torch.clone, args)
     op(*args)
-    for a, b in zip(args, before, strict=True):
+    for a, b in zip(pytree.tree_leaves(args), pytree.tree_leaves(before), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @every_operator
 def test_gradients_are_those_of_finite_differences(op):
     args = inputs(op)
-    at = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    leaves = [x for x in pytree.tree_leaves(args) if floating(x)]
 
     def f(*values):
-        full = list(args)
-        for i, value in zip(at, values, strict=True):
-            full[i] = value
-        return tuple(r for r in results(op(*full)) if r.is_floating_point())
+        rest = iter(values)
+        return tuple(r for r in results(op(*each(lambda _: next(rest), args))) if r.is_floating_point())
 
-    assert torch.autograd.gradcheck(f, [args[i].requires_grad_() for i in at], fast_mode=True)
+    if f(*leaves):  # a choice has no derivative
+        assert torch.autograd.gradcheck(f, [x.requires_grad_() for x in leaves], fast_mode=True)
+    else:
+        assert not any(r.requires_grad for r in results(op(*each(lambda x: x.requires_grad_(), args))))
 
 
 @every_operator
 def test_watched_by_autograd_the_result_is_the_same(op):
     args = inputs(op, torch.float32)
     plain = results(op(*args))
-    watched = results(
-        op(*[a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args])
-    )
+    watched = results(op(*each(lambda x: x.requires_grad_(), args)))
     for p, w in zip(plain, watched, strict=True):
         torch.testing.assert_close(w, p)  # buffers are reused or not, and products may be blocked otherwise
 
@@ -188,15 +227,17 @@ def test_a_free_letter_may_be_split(op, letter):
     """Parts concatenate to the whole where a result has the letter, and add up to it where none has."""
     groups, out = letters(op)
     args = inputs(op)
-    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor | list)]
     dims = {i: g.index(letter) for i, g in zip(tensors, groups, strict=True) if letter in g}
-    size = min(args[i].shape[d] for i, d in dims.items())
+    shapes = {i: (args[i][0] if isinstance(args[i], list) else args[i]).shape for i in dims}
+    size = min(shapes[i][d] for i, d in dims.items())
     parts = []
     for first, last in ((0, size // 3 + 1), (size // 3 + 1, size)):
         cut = list(args)
         for i, d in dims.items():
-            each = args[i].shape[d] // size  # a dimension may hold a whole number of entries for each of the letter's
-            cut[i] = args[i].narrow(d, first * each, (last - first) * each)
+            many = shapes[i][d] // size  # a dimension may hold a whole number of entries for each of the letter's
+            at = (d, first * many, (last - first) * many)
+            cut[i] = pytree.tree_map(lambda x, at=at: x.narrow(*at), args[i])
         parts.append(results(op(*cut)))
     summed = letter != "b" and not any(letter in g for g in out)  # rows own their slots and pages: no sum of states
     for i, (whole, group) in enumerate(zip(results(op(*args)), out, strict=True)):

@@ -12,7 +12,9 @@ from . import (
     norm,
     own,
     reduce,
+    rotation,
     shape,
+    sparse_attention,
 )
 
 __all__ = [
@@ -27,5 +29,7 @@ __all__ = [
     "norm",
     "own",
     "reduce",
+    "rotation",
     "shape",
+    "sparse_attention",
 ]

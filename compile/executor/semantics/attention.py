@@ -13,6 +13,7 @@ from kimi_graph.ops import at_least_f32
 UNLIMITED = 2147483647
 ROPE = 64
 ABSORBED = 512  # width of a latent: keys and values of absorbed MLA
+BLOCK = 1 << 19  # scores held at once
 MASK = 2048  # side of the triangle that stands for a causal mask of any size
 
 _LAYOUTS = {
@@ -89,7 +90,7 @@ def fused_infer_attention_score(
     lengths_q = _lengths(op, actual_seq_lengths, q.shape[0], q.shape[2], q.device)
     lengths_kv = _lengths(op, actual_seq_lengths_kv, q.shape[0], k.shape[2], q.device)
     hidden = _hidden(op, sparse, atten_mask, q, k, lengths_q, lengths_kv)
-    out = _attend(q, q_rope, k, k_rope, v, hidden, lengths_kv, scale)
+    out = _attend(q, q_rope, k, k_rope, v, hidden, lengths_q, lengths_kv, scale)
     return _leave(out, leaving), query.new_empty(0, dtype=torch.float64 if op.exact else torch.float32)
 
 
@@ -217,28 +218,52 @@ def _attend(
     k_rope: Tensor | None,
     v: Tensor,
     hidden: Tensor,
+    lengths_q: Tensor,
     lengths_kv: Tensor,
     scale: float,
 ) -> Tensor:
-    """`[B, N, S, V]`. Cache rows past a length are never read: whatever they hold, they count as zeros."""
-    unused = torch.arange(k.shape[2], device=k.device) >= lengths_kv[:, None]
-    k, v = (at_least_f32(t).masked_fill(unused[:, None, :, None], 0) for t in (k, v))
-    scores = _scores(q, k)
-    if q_rope is not None and k_rope is not None:
-        scores = scores + _scores(q_rope, at_least_f32(k_rope).masked_fill(unused[:, None, :, None], 0))
-    scores = (scores * scale).masked_fill(hidden[:, None, None], float("-inf"))
-    empty = hidden.all(-1)[:, None, None, :, None]
+    """`[B, N, S, V]`, zeros where there is no key to see. Cache rows past a length are never read.
+
+    Some queries at a time, so that scores stay in cache.
+    """
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    if q.is_meta:
+        return out
+    for row, (queries, keys) in enumerate(zip(lengths_q.tolist(), lengths_kv.tolist(), strict=True)):
+        seen = [None if t is None else at_least_f32(t[row, :, :keys]) for t in (k, k_rope, v)]
+        size = max(1, BLOCK // max(1, q.shape[1] * keys))
+        for start in range(0, queries if keys else 0, size):
+            some = slice(start, min(start + size, queries))
+            aims = q[row, :, some], None if q_rope is None else q_rope[row, :, some]
+            out[row, :, some] = _attend_some(aims, seen, hidden[row, some, :keys], scale, q.dtype)
+    return out
+
+
+def _attend_some(
+    aims: tuple[Tensor, Tensor | None],
+    seen: list[Tensor | None],
+    hidden: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Of one sequence: queries and their rope part `[N, n, .]` to keys, their rope part and values `[M, C, .]`."""
+    k, k_rope, v = seen
+    assert k is not None and v is not None
+    scores = _scores(aims[0], k)
+    if aims[1] is not None and k_rope is not None:
+        scores = scores + _scores(aims[1], k_rope)
+    scores = (scores * scale).masked_fill(hidden, float("-inf"))
+    empty = hidden.all(-1)[:, None]
     top = scores.amax(-1, keepdim=True).masked_fill(empty, 0)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True).masked_fill(empty, 1)
-    out = at_least_f32(weights.to(q.dtype)) @ v[:, :, None] / total
-    return out.masked_fill(empty, 0).flatten(1, 2).to(q.dtype)
+    o = at_least_f32(weights.to(dtype)) @ v[:, None] / total
+    return o.masked_fill(empty, 0).flatten(0, 1).to(dtype)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """`[B, M, N / M, S, C]`."""
-    grouped = at_least_f32(q).unflatten(1, (k.shape[1], -1))
-    return grouped @ k[:, :, None].mT
+    """`[M, N / M, n, C]`."""
+    return at_least_f32(q).unflatten(0, (len(k), -1)) @ k[:, None].mT
 
 
 def _leave(out: Tensor, layout: str) -> Tensor:

@@ -68,6 +68,17 @@ def swish(op: Op, x: Tensor) -> Tensor:
 
 
 @ge_op(
+    "GeluV2",
+    provenance="documented formula",
+    source="prototype text: x times the normal distribution function, or its tanh approximation; compatible with torch",
+)
+def gelu_v2(op: Op, x: Tensor) -> Tensor:
+    form = op.attr("approximate", "none")
+    op.require(form in ("none", "tanh"), f"approximate {form!r}, supported is 'none' or 'tanh'")
+    return F.gelu(wide(x), approximate=form).to(x.dtype)
+
+
+@ge_op(
     "SoftplusV2",
     provenance="documented formula",
     source="prototype text: ln(1 + exp(beta x)) / beta where beta x <= threshold, else x",

@@ -1,4 +1,4 @@
-"""Norms and the SwiGLU activation."""
+"""Norms and gated activations."""
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,48 @@ def rms_norm(op: Op, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
     dims = list(range(x.ndim - gamma.ndim, x.ndim))
     rstd = torch.rsqrt(x32.square().mean(dims, keepdim=True) + op.attr("epsilon", 1e-6))
     return (x32 * rstd * at_least_f32(gamma)).to(x.dtype), rstd
+
+
+@ge_op(
+    "LayerNormV4",
+    provenance="documented formula",
+    source="ops-nn's document: (x - mean) / sqrt(variance + epsilon) * gamma + beta over the dimensions of "
+    "normalized_shape, the variance not corrected; mean and rstd are float32",
+    outputs="y mean rstd",
+    host="normalized_shape",
+)
+def layer_norm_v4(
+    op: Op, x: Tensor, normalized_shape: Tensor, gamma: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = op.ints(normalized_shape)
+    op.require(bool(dims) and list(x.shape[-len(dims) :]) == dims, f"normalized_shape {dims} for x {list(x.shape)}")
+    for name, given in (("gamma", gamma), ("beta", beta)):
+        op.require(given is None or list(given.shape) == dims, f"{name} of {dims} expected")
+        op.of_dtype(x.dtype, torch.float32, **{name: given})
+    if gamma is not None and beta is not None:
+        op.same_dtype(gamma, beta)
+    axes, x32 = list(range(x.ndim - len(dims), x.ndim)), at_least_f32(x)
+    mean = x32.mean(axes, keepdim=True)
+    rstd = torch.rsqrt((x32 - mean).square().mean(axes, keepdim=True) + op.attr("epsilon", 1e-5))
+    y = (x32 - mean) * rstd
+    y = y if gamma is None else y * at_least_f32(gamma)
+    y = y if beta is None else y + at_least_f32(beta)
+    return y.to(x.dtype), mean, rstd
+
+
+@ge_op(
+    "SituGlu",
+    provenance="documented formula",
+    source="ops-nn's document: beta tanh(g / beta) sigmoid(g) times linear_beta tanh(u / linear_beta), times u where "
+    "linear_beta is not positive; g is the first half of dim where activate_left; float32, rounded once (own reading)",
+)
+def situ_glu(op: Op, x: Tensor) -> Tensor:
+    dim, beta, bound = op.attr("dim", -1), op.attr("beta", 1.0), op.attr("linear_beta", 0.0)
+    op.require(x.shape[dim] % 2 == 0, f"size {x.shape[dim]} of dimension {dim} is odd")
+    left, right = at_least_f32(x).chunk(2, dim)
+    gate, up = (left, right) if op.attr("activate_left", True) else (right, left)
+    up = bound * torch.tanh(up / bound) if bound > 0 else up
+    return (beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate)) * up).to(x.dtype)
 
 
 @ge_op(

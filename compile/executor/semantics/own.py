@@ -108,6 +108,27 @@ def kda_chunk(
     return o, memory
 
 
+@ge_op(
+    "AttnResMix",
+    provenance="own reading",
+    source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; "
+    "float32 throughout",
+)
+def attn_res_mix(op: Op, sources: list[Tensor], norm: Tensor, query: Tensor) -> Tensor:
+    op.same_dtype(*sources)
+    shapes = {tuple(s.shape) for s in sources}
+    op.require(len(shapes) == 1, f"sources of one shape expected, found {sorted(shapes)}")
+    width, eps = sources[0].shape[-1:], op.need("eps", float)
+    op.require(norm.shape == query.shape == width, f"norm and query {list(width)} expected")
+    values = [at_least_f32(s) for s in sources]
+    normed = [v / torch.sqrt((v * v).mean(-1, keepdim=True) + eps) * at_least_f32(norm) for v in values]
+    scores = [(n * at_least_f32(query)).sum(-1, keepdim=True) for n in normed]
+    top = torch.stack(scores).amax(0)
+    shares = [torch.exp(s - top) for s in scores]
+    total = torch.stack(shares).sum(0)
+    return (torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / total).to(sources[0].dtype)
+
+
 def _check_rows(op: Op, batch: int, slots: Tensor, lengths: Tensor, counts: Tensor) -> None:
     op.of_dtype(torch.int32, slots=slots)
     op.of_dtype(torch.int64, lengths=lengths, counts=counts)

@@ -1,0 +1,242 @@
+"""`kimi-graph check`: does a checkpoint hold a model? From its index and headers alone, or from the index alone."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import tree
+from .audit import Audit, audit_names
+from .checkpoint import Checkpoint, read_description
+from .compile import weight_formats
+from .compile.weight_formats import Choice, Loss
+from .config import ModelConfig
+from .errors import CheckpointError, KimiGraphError
+from .formats import FORMATS
+from .headers import MAX_INDEX, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
+from .models import model_specs
+from .models.counts import part_of
+from .naming import Names
+from .read_config import read_json
+
+ORDER = (
+    "embed", "kda", "mla", "indexer", "dense", "router", "latent", "experts", "shared experts", "residuals", "norms",
+    "head", "vision", "projector",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """What a kind of parameter has: their number of elements, tensors and bytes in the file, and how they are stored
+    (number of the model's tensors by format or dtype)."""
+
+    name: str
+    parameters: int
+    tensors: int
+    bytes: int
+    schemes: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A checkpoint against a model.
+
+    Attributes:
+        files: how many files there are headers of, and how many the index names; headers of none: only names were seen.
+        faults: what keeps the files from being read at all. notes: what else is worth knowing.
+    """
+
+    source: str
+    model: str
+    files: tuple[int, int]
+    components: tuple[Component, ...]
+    audit: Audit
+    faults: tuple[str, ...]
+    notes: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+    loss: Loss | None = None
+    names: tuple[str, ...] = field(default=weight_formats.NAMES)
+
+    @property
+    def passed(self) -> bool:
+        return self.audit.ok and not self.faults
+
+    @property
+    def summary(self) -> str:
+        total = sum(c.tensors for c in self.components)
+        seen = f"headers of {self.files[0]} files" if self.files[0] else "names alone"
+        if not self.passed:
+            a = self.audit
+            kinds = (("missing", a.missing), ("unexpected", a.unexpected), ("of a wrong shape", a.shapes))
+            counts = [f"{len(x)} {what}" for what, x in (*kinds, ("of a wrong dtype", a.dtypes)) if x]
+            return f"{self.source} does not hold {self.model}: {', '.join(counts) or self.faults[0]}"
+        return f"{self.source} holds {self.model}: {total:,} tensors, by {seen}"
+
+    def text(self) -> str:
+        rows = [*self.components, _total(self.components)]
+        lines = [f"{'':<16}{'parameters':>19}{'tensors':>10}{'bytes':>20}  stored as"]
+        lines += [f"{c.name:<16}{c.parameters:>19,}{c.tensors:>10,}{c.bytes:>20,}  {_schemes(c)}" for c in rows]
+        if self.audit.disagreements:
+            lines += ["", "read as the file has it:", *(f"    {line}" for line in self.audit.disagreements)]
+        if self.audit.draft:
+            lines += ["", f"{self.audit.draft} tensors of draft layers are not read."]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.choices:
+            lines += ["", "weights (--weights-format; bytes, chip, whether a kernel takes the experts so):"]
+            lines += [f"    {line}" for line in [*weight_formats.table(self.choices), *self._how_far()]]
+        lines += [f"fault: {fault}" for fault in self.faults]
+        if not self.audit.ok:
+            lines += ["", str(self.audit)]
+        return "\n".join(lines)
+
+    def _how_far(self) -> list[str]:
+        """What is not done yet, and what was measured."""
+        wired, others = weight_formats.WIRED, [c for c in self.names if c not in weight_formats.WIRED]
+        lines = [f"compile makes graphs for {', '.join(wired)}, not yet for {', '.join(others)}"] if others else []
+        if (loss := self.loss) is not None:
+            changes = f"{loss.mean:.2%} of their root mean square, at most {loss.worst:.2%}"
+            lines.append(f"{self.names[0]} changes weights by {changes} (of {loss.matrices} matrices of experts)")
+        return lines
+
+    def to_json(self) -> Any:
+        a = self.audit
+        return {
+            "source": self.source,
+            "model": self.model,
+            "passed": self.passed,
+            "files": {"read": self.files[0], "named": self.files[1]},
+            "components": [{**vars(c), "schemes": dict(c.schemes)} for c in self.components],
+            "missing": a.missing,
+            "unexpected": a.unexpected,
+            "shapes": a.shapes,
+            "dtypes": a.dtypes,
+            "draft": a.draft,
+            "disagreements": a.disagreements,
+            "faults": self.faults,
+            "notes": self.notes,
+            "weights_formats": [{**vars(c), "compiled": c.name in weight_formats.WIRED} for c in self.choices],
+            "loss": None if self.loss is None else vars(self.loss),
+        }
+
+
+def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: str | None = None) -> Report:
+    """Audit a checkpoint.
+
+    Args:
+        source: its folder; or an index, of which only the names are looked at.
+        weights_format: say what this one costs, and measure what it loses where the weights are there; None: list all.
+
+    Raises:
+        KimiGraphError: there is no checkpoint, or it cannot be read.
+    """
+    source = Path(source)
+    folder = folder_of(source)
+    with without_gc():
+        tensors, files, faults, notes = _listed(source)
+        specs = model_specs(config)
+        described = read_description(folder)
+        found = audit_names(specs, tensors, Names(tensors), config.dtype, source, config, described)
+        components = _components(specs, found)
+    if not files[0] and found.ok:
+        notes += _size_note(source, sum(c.bytes for c in components))
+    names = (weights_format,) if weights_format else weight_formats.NAMES
+    rows, loss = (), None
+    if found.ok:
+        stored = _stored_formats(found)
+        rows = tuple(c for c in weight_formats.choices(config, specs, stored) if c.name in names)
+        if weights_format and files[0] and not faults:
+            loss = weight_formats.measure_loss(config, Checkpoint.open(folder), weights_format)
+    return Report(
+        source=str(source),
+        model=config.name,
+        files=files,
+        components=components,
+        audit=found,
+        faults=tuple(faults),
+        notes=tuple(notes),
+        choices=rows,
+        loss=loss,
+        names=names,
+    )
+
+
+def folder_of(source: Path) -> Path:
+    """Where the files lie that go with a checkpoint's folder or index."""
+    return source if source.is_dir() else source.parent
+
+
+def _listed(source: Path) -> tuple[dict[str, Stored | None], tuple[int, int], list[str], list[str]]:
+    """Tensors, without what a header would say where it is not there; numbers of files; faults and notes."""
+    if not source.is_dir():
+        if not source.is_file():
+            raise CheckpointError(f"{source}: does not exist; expected a checkpoint's folder, or its index.")
+        by_file = read_index(source)
+        return dict.fromkeys(n for names in by_file.values() for n in names), (0, len(by_file)), [], []
+    folder = source.resolve()
+    index, single = find_files(folder)
+    if single is not None:
+        return dict(read_header(inside(folder, single.name))), (1, 1), [], []
+    assert index is not None
+    by_file = read_index(index)
+    absent = [file for file in sorted(by_file) if not (folder / Path(file).name).exists()]
+    tensors: dict[str, Stored | None] = {}
+    for file, names in sorted(by_file.items()):
+        tensors |= dict.fromkeys(names) if file in absent else read_listed(inside(folder, file), names)
+    faults, notes = [], []
+    if len(absent) == len(by_file):
+        notes = [f"none of the {len(by_file)} files is here: names were looked at, not dtypes and shapes."]
+    elif absent:
+        faults = [f"{len(absent)} of {len(by_file)} files are not here, such as {absent[0]}."]
+    return tensors, (len(by_file) - len(absent), len(by_file)), faults, notes
+
+
+def _size_note(source: Path, size: int) -> list[str]:
+    """Where only names are known, the index's own sum tells whether the tensors are of the model's size."""
+    index = source if source.is_file() else find_files(source)[0]
+    assert index is not None
+    said = read_json(index, MAX_INDEX, CheckpointError).get("metadata", {}).get("total_size")
+    if said == size:
+        return [f"the index says {size:,} bytes, as the model's tensors have."]
+    return [] if said is None else [f"the index says {said:,} bytes, the model's tensors have {size:,}."]
+
+
+def _components(specs: Any, found: Audit) -> tuple[Component, ...]:
+    rows: dict[str, list[Any]] = {}
+    for path, spec in tree.items(specs):
+        row = rows.setdefault(part_of(path), [0, 0, 0, Counter()])
+        tally = found.tallies[path]
+        row[0] += spec.numel
+        row[1] += tally.tensors
+        row[2] += tally.bytes
+        row[3].update(tally.schemes)
+    return tuple(
+        Component(name=name, parameters=row[0], tensors=row[1], bytes=row[2], schemes=row[3])
+        for name, row in sorted(rows.items(), key=lambda item: ORDER.index(item[0]))
+    )
+
+
+def _total(components: tuple[Component, ...]) -> Component:
+    schemes: Counter[str] = Counter()
+    for c in components:
+        schemes.update(c.schemes)
+    sums = (sum(x) for x in zip(*((c.parameters, c.tensors, c.bytes) for c in components), strict=True))
+    parameters, tensors, size = sums
+    return Component(name="total", parameters=parameters, tensors=tensors, bytes=size, schemes=schemes)
+
+
+def _schemes(c: Component) -> str:
+    names = {"?": "plain"}
+    return ", ".join(f"{names.get(s, s)} {count:,}" for s, count in sorted(c.schemes.items())) or "-"
+
+
+def _stored_formats(found: Audit) -> dict[str, str]:
+    """Format of the parameters that are stored quantised, by path."""
+    formats = {}
+    for path, tally in found.tallies.items():
+        packed = [s for s in tally.schemes if s in FORMATS]
+        if packed:
+            if len(tally.schemes) > 1:
+                raise KimiGraphError(f"{path}: its tensors are stored in several ways: {', '.join(tally.schemes)}.")
+            formats[path] = packed[0]
+    return formats

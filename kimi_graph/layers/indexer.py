@@ -1,0 +1,66 @@
+"""Lightning indexer of DeepSeek Sparse Attention: a small scorer that picks the tokens an attention layer looks at.
+
+Axes: B sequences, T new tokens, D embed, Q query_latent, I index heads, K index key, J selected tokens.
+Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 2.1; fact sheet of models, sections 5.2 and 5.3.
+"""
+
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from kimi_graph import ops
+from kimi_graph.config import IndexerConfig
+from kimi_graph.ops import as_f32, at_least_f32, contract
+from kimi_graph.spec import ParamSpec, weight
+from kimi_graph.tree import Leaf, param_tree
+
+from .batch import Batch, turn
+
+
+@param_tree
+class Indexer(Generic[Leaf]):
+    query: Leaf
+    key: Leaf
+    key_norm: Leaf
+    key_bias: Leaf
+    weights: Leaf
+
+
+def indexer_specs(c: IndexerConfig, embed: int, query_latent: int) -> Indexer[ParamSpec]:
+    """Heads have an axis of their own: all of them are summed before tokens are chosen, so none may be split off."""
+    stored = (c.heads * c.key, query_latent)
+    axes = "index_heads _ query_latent"
+    return Indexer(
+        query=weight((c.heads, c.key, query_latent), axes, source="wq_b.weight", stored=stored),
+        key=weight((c.key, embed), "_ embed", source="wk.weight"),
+        key_norm=weight((c.key,), "_", source="k_norm.weight"),
+        key_bias=weight((c.key,), "_", source="k_norm.bias"),
+        weights=weight((c.heads, embed), "index_heads embed", source="weights_proj.weight"),
+    )
+
+
+def index_key(p: Indexer[Tensor], c: IndexerConfig, x_BTD: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """Keys of the new tokens, as they are cached: normalised, then turned. `[B, T, D]` -> `[B, T, K]`."""
+    key_BTK = ops.layer_norm(contract("btd,kd->btk", x_BTD, p.key), p.key_norm, p.key_bias, c.eps)
+    return rotate_front(c, key_BTK, batch)
+
+
+def select(
+    p: Indexer[Tensor], c: IndexerConfig, x_BTD: Tensor, query_BTQ: Tensor, index: Tensor, batch: Batch[Tensor]
+) -> Tensor:
+    """Positions each new token attends to: `[B, T, J]` int32, see `ops.select_keys`.
+
+    Args:
+        query_BTQ: the attention query's normalised low-rank form. index: `[P, page, K]`, cached keys of all tokens.
+    """
+    q_BTIK = rotate_front(c, contract("btq,ikq->btik", query_BTQ, p.query), batch)
+    weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * as_f32(c.heads**-0.5)
+    return ops.select_keys(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts, c.top_k)
+
+
+def rotate_front(c: IndexerConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
+    """The first channels turned by position (attention itself keeps its rope channels last)."""
+    if not c.rope:
+        return x
+    return torch.cat([turn(x[..., : c.rope], batch, c.interleaved), x[..., c.rope :]], -1)

@@ -1,0 +1,79 @@
+"""SiTU: a gated activation whose two factors are both bounded, `beta tanh(g / beta) sigmoid(g) * lb tanh(u / lb)`."""
+
+import torch
+from torch import Tensor
+
+from .base import at_least_f32, by_rows, operator
+
+SITU_GLU = "9.2"  # first CANN release with the operator
+
+
+def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    g, u = at_least_f32(gate), at_least_f32(up)
+    y = beta * torch.tanh(g / beta) * torch.sigmoid(g) * (linear_beta * torch.tanh(u / linear_beta))
+    return y.to(gate.dtype)
+
+
+@operator(sharding="m f -> m g", whole="fg")
+def situ(x: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """SiTU of the two halves of the last dimension, gate first: `[M, 2 F]` -> `[M, F]`; float32 inside.
+
+    Source: fact sheet of models, section 2.6.
+    """
+
+    def glu(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return _situ(gate, up, beta, linear_beta)
+
+    return by_rows(glu, x)
+
+
+@situ.fake
+def _(x, beta, linear_beta):
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+@situ.lowering
+def _(ge, x, beta, linear_beta):
+    if ge.has(SITU_GLU):
+        return _fused(ge, x, beta, linear_beta)
+    width = ge.shape(x)[-1] // 2
+    dim = ge.const(len(ge.shape(x)) - 1, torch.int64)
+    parts = ge.SplitV(x, ge.const([width, width], torch.int64), dim, num_split=2)
+    gate, up = (ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts)
+    return _composed(ge, gate, up, beta, linear_beta)
+
+
+def _fused(ge, x, beta, linear_beta):
+    ge.chose("SiTU", "SituGlu", f"built in since CANN {SITU_GLU}")
+    attrs = {"dim": -1, "beta": beta, "linear_beta": linear_beta, "activate_left": True}
+    return ge.own("SituGlu", {"x": x}, ["y"], attrs)
+
+
+def _composed(ge, gate, up, beta, linear_beta):
+    """Element functions in float32; constants as operands, since an attribute would round their reciprocals."""
+    ge.chose("SiTU", "Tanh, Sigmoid, Mul", f"SituGlu is built in since CANN {SITU_GLU}, this is for {ge.cann}")
+    f32 = torch.float32
+    shape, dtype = ge.shape(gate), ge.dtype(gate)
+    g, u, b, lb = ge.cast(gate, f32), ge.cast(up, f32), ge.const(beta, f32), ge.const(linear_beta, f32)
+    left = ge.Mul(ge.Mul(ge.Tanh(ge.RealDiv(g, b)), b), ge.Sigmoid(g))
+    right = ge.Mul(ge.Tanh(ge.RealDiv(u, lb)), lb)
+    return ge.cast(ge.mark(ge.Mul(left, right), shape, f32), dtype)
+
+
+@operator(sharding="... f, ... f -> ... f")
+def situ_mul(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """SiTU of a gate and a linear part of one shape: `[..., F]`; float32 inside."""
+    return by_rows(lambda gate, up: _situ(gate, up, beta, linear_beta), gate, up)
+
+
+@situ_mul.fake
+def _(gate, up, beta, linear_beta):
+    return torch.empty_like(gate)
+
+
+@situ_mul.lowering
+def _(ge, gate, up, beta, linear_beta):
+    if ge.has(SITU_GLU):  # to put the two side by side moves fewer bytes than twelve element functions do
+        return _fused(ge, ge.concat([gate, up], len(ge.shape(gate)) - 1), beta, linear_beta)
+    return _composed(ge, gate, up, beta, linear_beta)

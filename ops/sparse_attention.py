@@ -1,0 +1,260 @@
+"""DeepSeek Sparse Attention in two stages: select the best cached tokens of each query, then attend to those alone.
+
+Letters: B rows, T tokens, C cached tokens, H heads, I index heads, K index key, L latent, R rope channels, J selected.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import padded_heads, power_of_two
+from .base import at_least_f32, may_overwrite, operator, transformed
+
+INT64_MAX = 2**63 - 1  # of CANN's pre_tokens and next_tokens: no window
+INDEX_HEADS_950 = (8, 16, 24, 32, 64)
+INDEX_HEADS = 64  # at most, on A2 and A3; the only number CANN 8.5 documents
+
+SCORE_BYTES = 4 << 20  # of what a block of queries holds at once: scores of all keys, selected rows
+PART_BYTES = 8 << 20  # of scores of single index heads; in smaller parts threads wait for each other more often
+
+
+@operator(sharding="b t k, p g k, b -> p g k", whole="tkpg")
+def index_write(key: Tensor, pool: Tensor, slot_mapping: Tensor) -> Tensor:
+    """The pool with each new token's index key at its cache row.
+
+    Args:
+        key: `[B, T, K]`. pool: `[P, page, K]`.
+        slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
+    """
+    flat, rows = pool.flatten(0, 1), key.flatten(0, 1).to(pool.dtype)
+    if may_overwrite(pool):
+        flat.index_copy_(0, slot_mapping, rows)
+        return pool
+    return flat.index_copy(0, slot_mapping, rows).view(pool.shape)
+
+
+@index_write.fake
+def _(key, pool, slot_mapping):
+    return torch.empty_like(pool)
+
+
+@index_write.lowering
+def _(ge, key, pool, slot_mapping):
+    (pages, page, width), (count,) = ge.shape(pool), ge.shape(slot_mapping)
+    ge.chose("cache of index keys", "ScatterNdUpdate", "one form for every chip; ScatterPaCache is for 950 alone")
+    rows = ge.declare(pool, [pages * page, width])  # the graph's state itself has this shape: no copy
+    new = ge.cast(ge.reshape(key, [count, width]), ge.dtype(pool))
+    written = ge.ScatterNdUpdate(rows, ge.reshape(slot_mapping, [count, 1]), new)
+    return ge.reshape(ge.mark(written, ge.shape(rows), ge.dtype(pool)), ge.shape(pool))
+
+
+@operator(sharding="b t h k, b t h, p g k, b n, b, b -> b t j", whole="thkpgnj")
+def select_keys(
+    q: Tensor, weights: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, counts: Tensor, top_k: int
+) -> Tensor:
+    """Positions of the `top_k` tokens up to itself that score best with each query, one set for all attention heads.
+
+    The score of a query and a cached token is `sum_h weights_h relu(q_h . k * K^-0.5)`, in float32.
+
+    Args:
+        q: `[B, T, I, K]`. weights: `[B, T, I]` float32, any sign. pool: `[P, page, K]`.
+        block_table: `[B, pages of a sequence]` int32. lengths, counts: `[B]`, see `Batch`.
+
+    Returns:
+        `[B, T, top_k]` int32, best first, equal scores in order of position; -1 after the last where fewer tokens are
+        visible, and everywhere in rows past `counts`.
+    """
+    tokens, best = q.shape[1], []
+    with torch.no_grad():  # a choice has no derivative
+        for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+            pages = block_table[row].tolist()
+            size = max(1, SCORE_BYTES // (4 * max(1, length)))
+            for start in range(0, count, size):
+                some = slice(start, min(start + size, count))
+                aim, weigh = at_least_f32(q[row, some]), at_least_f32(weights[row, some])
+                best.append(_best(_scores(aim, weigh, pool, pages, length - count + some.stop), top_k))
+            best.append(block_table.new_full((tokens - count, top_k), -1))
+    return torch.cat(best).unflatten(0, (len(lengths), tokens)).int()
+
+
+def _scores(q: Tensor, weights: Tensor, pool: Tensor, pages: list[int], seen: int) -> Tensor:
+    """Scores of n queries, the last of which sees `seen` tokens: `[n, I, K]`, `[n, I]` -> `[n, seen]`.
+
+    Without the factor K^-0.5, which changes no order. Some tokens at a time, as each has a score of every head. Minus
+    infinity where a query does not see a token.
+    """
+    queries, heads, _ = q.shape
+    scores, flat = q.new_empty(queries, seen), q.flatten(0, 1)
+    for start, keys in _parts(pool, pages, seen, PART_BYTES // (4 * queries * heads)):
+        per_head = torch.relu_(flat @ at_least_f32(keys).mT).unflatten(0, (queries, heads))
+        scores[:, start : start + len(keys)] = torch.bmm(weights[:, None], per_head)[:, 0]
+    later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
+    scores[:, seen - queries :].masked_fill_(later, float("-inf"))
+    return scores
+
+
+def _parts(pool: Tensor, pages: list[int], length: int, size: int) -> Iterator[tuple[int, Tensor]]:
+    """The first `length` rows of a sequence, about `size` at a time, each part with its start.
+
+    A part is a view of the pool where its pages lie one after another.
+    """
+    page = pool.shape[1]
+    group = max(1, size // page)
+    for first in range(0, -(-length // page), group):
+        some = pages[first : min(first + group, -(-length // page))]
+        run = some == list(range(some[0], some[0] + len(some)))
+        found = pool[some[0] : some[0] + len(some)] if run else pool[some]
+        yield first * page, found.flatten(0, 1)[: length - first * page]
+
+
+def _best(scores: Tensor, top_k: int) -> Tensor:
+    """Places of the `top_k` largest of each row, largest first, equal ones in order; -1 for minus infinity."""
+    scores = scores.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))  # NaN must show
+    rows, width = scores.shape
+    if width > top_k and not transformed():  # a stable sort of all would take longer than everything else
+        least = scores.topk(top_k, sorted=False).values.amin(1, keepdim=True)
+        above, equal = scores > least, scores == least
+        first = equal.cumsum(1, dtype=torch.int32) <= top_k - above.sum(1, keepdim=True)
+        at = (above | (equal & first)).nonzero()[:, 1].view(rows, top_k)
+    else:
+        at = torch.arange(width, device=scores.device).expand(rows, width)
+    found, order = torch.sort(scores.gather(1, at), dim=1, descending=True, stable=True)
+    at = at.gather(1, order).masked_fill(found == float("-inf"), -1)[:, :top_k]
+    return F.pad(at, (0, top_k - at.shape[1]), value=-1)
+
+
+@select_keys.fake
+def _(q, weights, pool, block_table, lengths, counts, top_k):
+    return q.new_empty(*q.shape[:2], top_k, dtype=torch.int32)
+
+
+@select_keys.lowering
+def _(ge, q, weights, pool, block_table, lengths, counts, top_k):
+    rows, tokens, heads, _ = ge.shape(q)
+    pages, page, width = ge.shape(pool)
+    wanted = _index_heads(ge, heads)
+    narrow = ge.soc == "950" or not ge.has("9.1")
+    if narrow:
+        weights = ge.cast(weights, ge.dtype(q))
+    reason = "CANN's operator; K^-0.5 is left out, as a positive factor changes no order"
+    reason += f"; weights rounded to {str(ge.dtype(q)).removeprefix('torch.')}" if narrow else ""
+    reason += f"; {heads} heads padded to {wanted} with zero weights" if wanted != heads else ""
+    ge.chose("selection of keys", "LightningIndexer", reason)
+    inputs = {
+        "query": ge.pad(q, 2, wanted),
+        "key": ge.reshape(pool, [pages, page, 1, width]),
+        "weights": ge.pad(weights, 2, wanted),
+        "actual_seq_lengths_query": ge.cast(counts, torch.int32),
+        "actual_seq_lengths_key": ge.cast(lengths, torch.int32),
+        "block_table": block_table,
+    }
+    attrs = {"layout_query": "BSND", "layout_key": "PA_BSND", "sparse_count": top_k, "sparse_mode": 3}
+    attrs |= {"pre_tokens": INT64_MAX, "next_tokens": INT64_MAX, "return_values": False}
+    selected = ge.own("LightningIndexer", inputs, ["sparse_indices", "sparse_values"], attrs)[0]
+    return ge.reshape(ge.mark(selected, (rows, tokens, 1, top_k), torch.int32), [rows, tokens, top_k])
+
+
+def _index_heads(ge, heads):
+    """The nearest number of index heads the operator takes, not below `heads`; `heads` where it takes no more."""
+    if ge.soc == "950":
+        legal = INDEX_HEADS_950
+    else:
+        legal = (heads,) if ge.has("9.1") else (INDEX_HEADS,)
+    return next((n for n in legal if n >= heads), heads)
+
+
+@operator(sharding="b t h l, b t h r, p g l, p g r, b t j, b n, b, b -> b t h l", whole="tpglrnj")
+def sparse_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    selected: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> Tensor:
+    """Softmax attention of each query over its selected tokens of the paged latent cache, keys and values at once.
+
+    Args:
+        q_latent: `[B, T, H, L]`, queries moved into the latent space. q_rope: `[B, T, H, R]`.
+        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`.
+        selected: `[B, T, J]` int32 positions in the row's sequence, the same for all heads; -1, and positions after
+            the query, are not attended to.
+        block_table: `[B, pages of a sequence]` int32. lengths, counts: `[B]`, see `Batch`.
+
+    Returns:
+        `[B, T, H, L]`: weighted latents, still to be moved into the value space; zeros past `counts`.
+    """
+    tokens, outs = q_latent.shape[1], []
+    size = max(1, SCORE_BYTES // (4 * selected.shape[2] * max(q_latent.shape[2:])))
+    for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
+        for start in range(0, count, size):
+            some = slice(start, min(start + size, count))
+            q, q_r = at_least_f32(q_latent[row, some]) * scale, at_least_f32(q_rope[row, some]) * scale
+            at, real = _cache_rows(selected[row, some], block_table[row], latent_pool.shape[1], length - count + start)
+            latent, rope = (_rows(pool, at) for pool in (latent_pool, rope_pool))
+            scores = torch.baddbmm(torch.bmm(q_r, rope.mT), q, latent.mT)
+            weights = scores.masked_fill(~real[:, None], float("-inf")).softmax(-1)
+            o = torch.bmm(weights, latent).masked_fill(~real.any(1)[:, None, None], 0)
+            outs.append(o.to(q_latent.dtype))
+        outs.append(q_latent.new_zeros(tokens - count, *q_latent.shape[2:]))
+    return torch.cat(outs).unflatten(0, (len(lengths), tokens))
+
+
+def _rows(pool: Tensor, at: Tensor) -> Tensor:
+    """Rows of a pool: `[..., width]`, of at least float32."""
+    return at_least_f32(pool.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, at.shape))
+
+
+def _cache_rows(selected: Tensor, table: Tensor, page: int, first: int) -> tuple[Tensor, Tensor]:
+    """Where n queries, the first at position `first`, find their selected tokens: `[n, J]` -> `[n, J']`, and which of
+    these are real; others are a real one of the same query, so that nothing else is read. J' drops what no query has.
+    """
+    own = torch.arange(first, first + len(selected), device=selected.device)
+    real = (selected >= 0) & (selected <= own[:, None])
+    if not transformed():
+        used = real.any(0).nonzero()
+        real = real[:, : int(used[-1]) + 1 if len(used) else 1]
+    chosen = torch.where(real, selected[:, : real.shape[1]].long(), 0)
+    chosen = torch.where(real, chosen, chosen.gather(1, real.int().argmax(1, keepdim=True)))
+    return table.long()[chosen // page] * page + chosen % page, real
+
+
+@sparse_attention.fake
+def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+    return torch.empty_like(q_latent)
+
+
+@sparse_attention.lowering
+def _(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+    rows, tokens, heads, _ = ge.shape(q_latent)
+    wanted = heads if ge.soc == "950" else power_of_two(heads)
+    reason = "CANN's operator; reads the selected rows of the cache alone"
+    ge.chose("sparse attention", "SparseFlashAttention", reason + padded_heads(heads, wanted))
+
+    def paged(pool):
+        pages, page, width = ge.shape(pool)
+        return ge.reshape(pool, [pages, page, 1, width])
+
+    latents = paged(latent_pool)
+    inputs = {
+        "query": ge.pad(q_latent, 2, wanted),
+        "key": latents,
+        "value": latents,
+        "sparse_indices": ge.reshape(selected, [rows, tokens, 1, ge.shape(selected)[2]]),
+        "block_table": block_table,
+        "actual_seq_lengths_query": ge.cast(counts, torch.int32),
+        "actual_seq_lengths_kv": ge.cast(lengths, torch.int32),
+        "query_rope": ge.pad(q_rope, 2, wanted),
+        "key_rope": paged(rope_pool),
+    }
+    # attention_mode 2, absorbed, is the one legal value; the default is another
+    attrs = {"scale_value": scale, "sparse_block_size": 1, "layout_query": "BSND", "layout_kv": "PA_BSND"}
+    attrs |= {"sparse_mode": 3, "pre_tokens": INT64_MAX, "next_tokens": INT64_MAX, "attention_mode": 2}
+    outputs = ["attention_out", "softmax_max", "softmax_sum"]
+    o = ge.own("SparseFlashAttention", inputs, outputs, {**attrs, "return_softmax_lse": False})[0]
+    return ge.first(ge.mark(o, ge.shape(inputs["query"]), ge.dtype(q_latent)), 2, heads)
