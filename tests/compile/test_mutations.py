@@ -246,7 +246,7 @@ def _written_cache(model: ModelDef) -> None:
 
 SAME_SPARSE = (
     Same(
-        "the index weights' factor is one positive number for all: it changes no order, and scores are read for nothing else",
+        "the index weights' factor is one positive number for all: it changes no order, and only the order is read",
         (".mla/Mul Mul bypassed by",),
         "decode",
         _index_weights,
@@ -258,7 +258,7 @@ SAME_SPARSE = (
         _index_factor,
     ),
     Same(
-        "a cache is written in place, so it is the written one by its own name too where the reader waits for the write",
+        "a cache is written in place: under its own name it is the written one too, for who waits for the write",
         ("ScatterPaKvCache", " s.layers.", ".mla.latent"),
         "decode",
         _written_cache,
