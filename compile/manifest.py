@@ -178,6 +178,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
             key: entry[key] for key in ("bytes", "sha256")
         }
         _compare(where, f"graphs.{index}", entry, made)
+        _compare(where, f"graphs.{index}.rows", b.rows, b.slots - 1)  # one for each row, and nobody's
         _check_inputs(config, b, where, entry)
         _check_numbers(models[entry["name"]], where, entry)
     _check_plan(bundle, config, models.values())

@@ -117,6 +117,25 @@ def fed(op: OpDef) -> list[int]:
     return [i for i, edge in enumerate(data_edges(op)) if edge]
 
 
+class Values(dict[str, Any]):
+    """What the value of an edge is made of, as something that can be compared: equal ones are equal values."""
+
+    def __init__(self, ops: list[OpDef]) -> None:
+        super().__init__()
+        self.ops, self.known = {op.name: op for op in ops}, {}
+
+    def __missing__(self, edge: str) -> int:
+        name, index = split_edge(edge)
+        op = self.ops[name]
+        if op.type in INPUTS:
+            made: Any = (name,)
+        else:
+            attributes = tuple((k, op.attr[k].SerializeToString(deterministic=True)) for k in sorted(op.attr))
+            made = (op.type, attributes, index, tuple(self[e] if e else 0 for e in data_edges(op)))
+        self[edge] = self.known.setdefault(made, len(self.known) + 1)
+        return self[edge]
+
+
 def sweep(model: ModelDef) -> None:
     """Remove what nothing reads any more."""
     ops = {op.name: op for op in model.graph[0].op}
@@ -275,6 +294,14 @@ def another_edge(rng: random.Random, parts: Parts) -> str | None:
     if not edges:
         return None
     old, new = op.input[position], rng.choice(edges)
+    values = Values(ops)
+    if values[old] == values[new]:  # as angles, which every layer arranges for itself
+        return None
+    if op.input_desc[position].name == "axes":  # counted from the other end they are the same
+        places = [tensor_value(producer(ops, edge)[0].attr["value"].t) for edge in (old, new)]
+        rank = len(op.input_desc[0].shape.dim)
+        if torch.equal(places[0] % rank, places[1] % rank):
+            return None
     op.input[position] = new
     sweep(parts.models[graph])
     return f"{graph}: {op.name} {op.type} input {op.input_desc[position].name} {old} -> {new}"
@@ -404,6 +431,8 @@ def swapped_weights(rng: random.Random, parts: Parts) -> str | None:
 def swapped_names(rng: random.Random, parts: Parts, kind: str) -> str | None:
     graph, ops = a_graph(rng, parts)
     inputs = [op for op in ops if op.type == kind and op.name.startswith(("p.", "s."))]
+    if not inputs:  # a graph without states
+        return None
     a = rng.choice(inputs)
     others = [b for b in inputs if b is not a and alike(a.output_desc[0], b.output_desc[0])]
     if not others:
@@ -538,6 +567,8 @@ def graph_entry(rng: random.Random, parts: Parts) -> str | None:
         key = rng.choice(sorted(entry["ops"]))
         entry["ops"][key] += 1
         return f"manifest.json: {entry['name']} has {entry['ops'][key]} {key}"
+    if len(entry[how]) < 2:
+        return None
     a, b = sorted(rng.sample(range(len(entry[how])), 2))
     entry[how][a], entry[how][b] = entry[how][b], entry[how][a]
     return f"manifest.json: {how} {a} and {b} of {entry['name']} swapped"

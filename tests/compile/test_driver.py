@@ -137,7 +137,7 @@ def top_k(config):
 
 
 @pytest.mark.parametrize("name", SPARSE)
-@pytest.mark.parametrize("chip", TARGET_NAMES)
+@pytest.mark.parametrize("chip", ["a3", *(pytest.param(chip, marks=pytest.mark.heavy) for chip in TARGET_NAMES[1:])])
 def test_a_cache_no_longer_than_top_k_has_the_types_of_the_full_model_too(host, name, chip):
     """Attention without a selection, while index keys are written all the same; in fixtures and presets."""
     full, small = load_config(name), small_model(name)
