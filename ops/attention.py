@@ -147,38 +147,35 @@ def latent_attention(
     Returns:
         `[B, 1, H, L]`: weighted latents, still to be moved into the value space.
     """
+    queries, ropes = at_least_f32(q_latent[:, 0]) * scale, at_least_f32(q_rope[:, 0]) * scale
     outs = []
-    for row, length in enumerate(lengths.tolist()):
-        if not length:
-            outs.append(torch.zeros_like(q_latent[row, 0]))
-            continue
-        latent, rope = (_cached(pool, block_table[row], length) for pool in (latent_pool, rope_pool))
-        q, q_r = at_least_f32(q_latent[row, 0]) * scale, at_least_f32(q_rope[row, 0]) * scale
-        if latent.dtype.itemsize >= 4:
-            outs.append(_read(q, q_r, [(latent, rope)]))
-        else:  # widened in parts, twice: for the scores, then for the sum
-            size = max(1, BLOCK_BYTES // (4 * latent.shape[1]))
-            outs.append(_read(q, q_r, list(zip(latent.split(size), rope.split(size), strict=True))).to(q_latent.dtype))
-    return torch.stack(outs)[:, None]
+    for q, q_r, table, length in zip(queries, ropes, block_table.tolist(), lengths.tolist(), strict=True):
+        if length:
+            pages = table[: -(-length // latent_pool.shape[1])]
+            latent, rope = (_in_order(pool, pages)[:length] for pool in (latent_pool, rope_pool))
+            outs.append(_read(q, q_r, latent, rope))
+        else:
+            outs.append(torch.zeros_like(q))
+    return torch.stack(outs)[:, None].to(q_latent.dtype)
 
 
-def _read(q: Tensor, q_rope: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """`[H, L]` and `[H, R]` read a cache given in parts `[n, L]`, `[n, R]`: weighted latents `[H, L]`."""
-    scores = [torch.addmm(q_rope @ at_least_f32(rope).mT, q, at_least_f32(latent).mT) for latent, rope in parts]
-    weights = torch.cat(scores, -1).softmax(-1).split([len(latent) for latent, _ in parts], -1)
-    o = weights[0] @ at_least_f32(parts[0][0])
-    for weight, (latent, _) in zip(weights[1:], parts[1:], strict=True):
-        o = torch.addmm(o, weight, at_least_f32(latent))
-    return o
+def _in_order(pool: Tensor, pages: list[int]) -> Tensor:
+    """Rows of some pages, one page after another; a view where the pages lie so already."""
+    first, last = pages[0], pages[-1] + 1
+    found = pool[first:last] if pages == list(range(first, last)) else pool[pages]
+    return found.flatten(0, 1)
 
 
-def _cached(pool: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` rows of a sequence: `[length, width]`; a view where its pages lie one after another."""
-    page = pool.shape[1]
-    pages = table[: -(-length // page)].tolist()
-    run = pages == list(range(pages[0], pages[0] + len(pages)))
-    found = pool[pages[0] : pages[0] + len(pages)] if run else pool[pages]
-    return found.flatten(0, 1)[:length]
+def _read(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
+    """`[H, L]` and `[H, R]` read a cache `[n, L]`, `[n, R]`: weighted latents `[H, L]`."""
+    # a bfloat16 cache is widened some tokens at a time, twice: for the scores, then for the sum
+    size = max(1, BLOCK_BYTES // (4 * latent.shape[1]) if latent.dtype.itemsize < 4 else latent.shape[0])
+    latents, ropes = latent.split(size), rope.split(size)
+    scores = [
+        torch.addmm(q_rope @ at_least_f32(r).mT, q, at_least_f32(x).mT) for x, r in zip(latents, ropes, strict=True)
+    ]
+    weights = torch.cat(scores, -1).softmax(-1).split(size, -1)
+    return torch.stack([w @ at_least_f32(x) for w, x in zip(weights, latents, strict=True)]).sum(0)
 
 
 @latent_attention.fake

@@ -6,12 +6,11 @@ With one row, torch's product of float32 runs on one thread, and einsum's of bfl
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
 FEW = 16  # rows; from here on the general product keeps all threads busy
-LARGE = 1 << 15  # elements of a weight that are worth a second thread
+LARGE = 1 << 16  # elements of a weight that are worth waking a second thread for
 
 
 def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
@@ -21,7 +20,7 @@ def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
         width = y.shape[-1] if summed == 1 else y.shape[-summed:].numel()
         if x.numel() <= FEW * width:
             shape = x.shape[:-summed] + y.shape[:-summed]
-            return few_rows(x.reshape(-1, width), y.reshape(-1, width)).view(shape)
+            return few_rows(x.reshape(-1, width), y.flatten(-summed) if summed > 1 else y).view(shape)
     return torch.einsum(equation, x, y)
 
 
@@ -37,22 +36,21 @@ def _trailing(equation: str) -> int:
 
 
 def few_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """`[M, D]` times `[F, D]` transposed, for small M: the weight's rows are shared out among the threads.
+    """`[M, D]` times `[..., D]` transposed, for small M: the weight's rows are shared out among the threads.
 
-    The result holds the elements of `[M, F]` in order; its shape is to be viewed.
+    The result holds the elements of `[M, ...]` in order; its shape is to be viewed.
     """
-    ways = shares(weight)
+    (rows, width), ways = x.shape, shares(weight, x.shape[1])
     if ways == 1:
-        return F.linear(x, weight)
-    (rows, width), size = x.shape, weight.shape[0]
-    y = torch.bmm(x.expand(ways, rows, width), weight.view(ways, -1, width).mT)
-    return y if rows == 1 else y.transpose(0, 1).reshape(rows, size)
+        return torch.mm(x, weight.reshape(-1, width).t())
+    y = torch.bmm(x.expand(ways, rows, width), weight.reshape(ways, -1, width).mT)
+    return y if rows == 1 else y.transpose(0, 1).reshape(rows, -1)
 
 
-def shares(weight: Tensor) -> int:
-    """How many threads should share the rows of a `[..., F, D]` weight that meets few rows."""
-    size, width = weight.shape[-2:]
-    if size * width < LARGE or weight.dtype.itemsize < 4 or weight.device.type != "cpu":
+def shares(weight: Tensor, width: int) -> int:
+    """How many threads should share the rows, `width` long, of a weight that meets few rows."""
+    size = weight.numel()
+    if size < LARGE or weight.dtype.itemsize < 4 or weight.device.type != "cpu":
         return 1
     ways = torch.get_num_threads()
-    return ways if size % ways == 0 else 1
+    return 1 if size // width % ways else ways

@@ -144,22 +144,23 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
             if len(part)
         ]
         return torch.cat([*parts, x.new_zeros(len(x) - sum(sizes), weight.shape[1])])
-    groups, features, width = weight.shape
-    ways, start = shares(weight), 0
-    round_up = NARROW_ROWS if x.dtype.itemsize < 4 and len(x) > NARROW_ROWS else 1
-    shared = weight.view(groups, ways, features // ways, width).mT
-    y = x.new_empty(len(x), features)
+    rows, (groups, features, width) = x.shape[0], weight.shape
+    y, start, ways = x.new_empty(rows, features), 0, shares(weight[0], width)
+    round_up = NARROW_ROWS if x.dtype.itemsize < 4 and rows > NARROW_ROWS else 1
+    few = x.expand(ways, rows, width), weight.view(groups, ways, -1, width).mT, y.view(rows, ways, -1).transpose(0, 1)
     for group, size in enumerate(group_sizes.tolist()):
-        if size:
+        if not size:
+            continue
+        stop = start + size
+        if size <= FEW and ways > 1:
+            torch.bmm(few[0][:, start:stop], few[1][group], out=few[2][:, start:stop])
+        else:
             # rows beyond the group's are the next groups', which write them after this
-            stop = min(len(x), start + size + -size % round_up)
-            some, out = x[start:stop], y[start:stop]
-            if size > FEW or ways == 1:
-                torch.mm(some, weight[group].t(), out=out)
-            else:
-                torch.bmm(some.expand(ways, size, width), shared[group], out=out.view(size, ways, -1).transpose(0, 1))
-            start += size
-    y[start:] = 0
+            some = slice(start, min(rows, stop + -size % round_up))
+            torch.mm(x[some], weight[group].t(), out=y[some])
+        start = stop
+    if start < rows:
+        y[start:] = 0
     return y
 
 
@@ -191,7 +192,7 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
     """
 
     def combine(place: Tensor, weights: Tensor) -> Tensor:
-        copies = at_least_f32(y.index_select(0, place.flatten())).unflatten(0, place.shape)
+        copies = at_least_f32(y.index_select(0, place.flatten())).view(*place.shape, -1)
         return torch.bmm(at_least_f32(weights)[:, None], copies)[:, 0].to(y.dtype)
 
     return by_rows(combine, place.view(weights.shape), weights, width=weights.shape[1] * y.shape[1])

@@ -69,7 +69,7 @@ def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) ->
 
 def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     """`state` with `rows` at `slots`; written into `state` itself where the caller gave it away."""
-    rows = rows.to(state.dtype)
+    rows = rows if rows.dtype == state.dtype else rows.to(state.dtype)
     if may_overwrite(state):
         return state.index_copy_(0, slots.long(), rows)
     return state.index_copy(0, slots.long(), rows)

@@ -14,7 +14,7 @@ from kimi_graph import layers, tree
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.init import init_tensor
-from kimi_graph.layers import Batch, packing, step_batch
+from kimi_graph.layers import Batch, KdaState, packing, step_batch
 from kimi_graph.ops import donating
 from kimi_graph.spec import ParamSpec
 from kimi_graph.taps import collect
@@ -100,13 +100,19 @@ def _state_dtype(declared: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return torch.float64 if wanted == torch.float64 else declared
 
 
+def _first(state: State[Tensor]) -> Tensor:
+    """A tensor of the state that has its dtype."""
+    layer = state.layers[0]
+    return layer.query if isinstance(layer, KdaState) else layer.latent
+
+
 def _adopt(config: ModelConfig, params: Decoder[Tensor], state: State[Tensor]) -> State[Tensor]:
     """The state in the parameters' dtype. Only an empty state may change its dtype: that loses nothing."""
     dtype = params.embed.dtype
+    if _first(state).dtype == dtype:  # all layers are alike; their specs are not made at every step
+        return state
     specs = state_specs(config, slots=1, pages=1, page=1, dtype=dtype)
     wanted = [_state_dtype(s.dtype, dtype) for s in tree.leaves(specs)]
-    if [x.dtype for x in tree.leaves(state.layers)] == wanted:
-        return state
     if int(state.lengths.max()):
         found = {str(x.dtype) for x in tree.leaves(state.layers)}
         raise ConfigError(f"state of dtypes {sorted(found)} used with parameters of {dtype}; start from a new state.")
@@ -155,10 +161,19 @@ def _run(
     batch: Batch[Tensor] = step_batch(
         table, state.slots, state.lengths, counts, width, state.page, rope=config.rotation, dtype=dtype
     )
-    with donating() if donate else contextlib.nullcontext(), collect(taps or ()) as found:
+    # A step is bound by the cost of calls, a fifth of which is autograd's bookkeeping. What leaves must be ordinary
+    # tensors again: the state is (it is written in place), the logits are copied.
+    lean = step and donate and not taps and not torch.is_grad_enabled() and not _first(state).requires_grad
+    with (
+        torch.inference_mode(lean or torch.is_inference_mode_enabled()),
+        donating() if donate else contextlib.nullcontext(),
+        collect(taps or ()) as found,
+    ):
         logits, after = forward(
             params, config, tokens, state.layers, batch, step=step, last_only=last_only, vision=vision
         )
+    if lean and not torch.is_inference_mode_enabled():
+        logits = logits.clone()
     return logits, tree.replace(state, layers=after, lengths=batch.lengths), found
 
 
