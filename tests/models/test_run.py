@@ -94,6 +94,18 @@ def test_a_donated_state_gives_the_same_numbers(config, params, tokens):
         assert torch.equal(kept, given)
 
 
+def test_what_a_donated_step_gives_may_be_trained_on(config, params, tokens):
+    with torch.no_grad():
+        _, state = kg.prefill(config, params, tokens[:, :20], kg.init_state(config, 2, 70))
+        want, _ = kg.decode(config, params, tokens[:, 20], state)
+        logits, after = kg.decode(config, params, tokens[:, 20], state, donate=True)
+    assert torch.equal(logits, want)
+    assert not any(x.is_inference() for x in (logits, after.lengths, *tree.leaves(after.layers)))
+    weight = torch.ones_like(logits, requires_grad=True)
+    (weight * logits).sum().backward()
+    assert torch.equal(weight.grad, logits)
+
+
 def test_taps_name_what_was_asked_for(config, params, tokens):
     want = ["layers.3.kda.state", "layers.*.moe.experts"]
     (logits, state), taps = kg.prefill(config, params, tokens, kg.init_state(config, 2, 70), taps=want)
