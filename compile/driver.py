@@ -56,7 +56,7 @@ class Request:
     Attributes:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
-        patches: of a picture, at most (models with vision).
+        patches: of a picture, at most; None: 4,096 (models with vision alone).
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
     """
 
@@ -69,7 +69,7 @@ class Request:
     page: int = 128
     pages: int | None = None
     constants: bool = False
-    patches: int = 4096
+    patches: int | None = None
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -81,7 +81,7 @@ class Request:
             if value < 1:
                 raise CompileError(f"{name} is {value}; the smallest is 1.")
         legal = legal_phases(self.config)
-        if self.config.vision is None and self.patches != Request.patches:
+        if self.config.vision is None and self.patches is not None:
             raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
         if not self.phases or set(self.phases) - set(legal):
             raise CompileError(
@@ -101,7 +101,7 @@ class Request:
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
             slots=self.rows + 1, images=self._images(),
         )  # fmt: skip
-        sizes = {"decode": 1, "prefill": self.chunk, "vision": self.patches}
+        sizes = {"decode": 1, "prefill": self.chunk, "vision": self._patches}
         return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
 
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
@@ -115,17 +115,19 @@ class Request:
                 f"or {self.rows * sequence_pages + 1} for {self.rows} full sequences."
             )
 
+    @property
+    def _patches(self) -> int:
+        return 4096 if self.patches is None else self.patches
+
     def _images(self) -> int:
         """Rows of image embeddings: one of each merged group of patches."""
         if self.config.vision is None:
             return 0
-        merged = math.prod(self.config.vision.merge)
-        if self.patches < merged or self.patches % merged:
-            nearest = max(merged, self.patches // merged * merged)
-            raise CompileError(
-                f"--patches {self.patches}: {merged} patches become one token; the nearest is {nearest}."
-            )
-        return self.patches // merged
+        merged, patches = math.prod(self.config.vision.merge), self._patches
+        if patches < merged or patches % merged:
+            nearest = max(merged, patches // merged * merged)
+            raise CompileError(f"--patches {patches}: {merged} patches become one token; the nearest is {nearest}.")
+        return patches // merged
 
 
 @dataclass(frozen=True)

@@ -100,24 +100,22 @@ def _state_dtype(declared: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return torch.float64 if wanted == torch.float64 else declared
 
 
-def _first(state: State[Tensor]) -> Tensor:
-    """A tensor of the state that has its dtype."""
-    layer = state.layers[0]
-    return layer.query if isinstance(layer, KdaState) else layer.latent
+def _caches(state: State[Tensor]) -> list[Tensor]:
+    """Of each layer, a tensor that has the state's dtype."""
+    return [layer.query if isinstance(layer, KdaState) else layer.latent for layer in state.layers]
 
 
 def _adopt(config: ModelConfig, params: Decoder[Tensor], state: State[Tensor]) -> State[Tensor]:
     """The state in the parameters' dtype. Only an empty state may change its dtype: that loses nothing."""
     dtype = params.embed.dtype
-    if _first(state).dtype == dtype:  # all layers are alike; their specs are not made at every step
+    if all(x.dtype == dtype for x in _caches(state)):  # specs are not made at every step
         return state
-    specs = state_specs(config, slots=1, pages=1, page=1, dtype=dtype)
-    wanted = [_state_dtype(s.dtype, dtype) for s in tree.leaves(specs)]
     if int(state.lengths.max()):
         found = {str(x.dtype) for x in tree.leaves(state.layers)}
         raise ConfigError(f"state of dtypes {sorted(found)} used with parameters of {dtype}; start from a new state.")
-    flat = iter(wanted)
-    return tree.replace(state, layers=tree.map(lambda x: x.to(next(flat)), state.layers))
+    specs = state_specs(config, slots=1, pages=1, page=1, dtype=dtype)
+    wanted = iter([_state_dtype(s.dtype, dtype) for s in tree.leaves(specs)])
+    return tree.replace(state, layers=tree.map(lambda x: x.to(next(wanted)), state.layers))
 
 
 def _check(config: ModelConfig, tokens: Tensor, state: State[Tensor], counts: Tensor, what: str) -> None:
@@ -163,7 +161,8 @@ def _run(
     )
     # A step is bound by the cost of calls, a fifth of which is autograd's bookkeeping. What leaves must be ordinary
     # tensors again: the state is (it is written in place), the logits are copied.
-    lean = step and donate and not taps and not torch.is_grad_enabled() and not _first(state).requires_grad
+    lean = step and donate and not taps and not torch.is_grad_enabled()
+    lean = lean and not any(x.requires_grad for x in _caches(state))
     with (
         torch.inference_mode(lean or torch.is_inference_mode_enabled()),
         donating() if donate else contextlib.nullcontext(),

@@ -198,6 +198,7 @@ REFUSED = {
         {"phases": ("prefill", "train")},
         "--phase 'prefill,train': the phases of small are prefill, decode",
     ),
+    "patches without vision": ({"patches": 4096}, "--patches 4096: small has no vision tower"),
     "no phase": ({"phases": ()}, "--phase '': the phases of small are prefill, decode"),
     "a length over the model's": ({"max_len": 1_048_577}, "1,048,577, expected 1 to 1,048,576 .* nearest is 1,048,576"),
     "vision without eyes": ({"phases": ("vision",)}, "--phase 'vision': the phases of small are prefill, decode"),

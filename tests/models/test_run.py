@@ -94,6 +94,14 @@ def test_a_donated_state_gives_the_same_numbers(config, params, tokens):
         assert torch.equal(kept, given)
 
 
+def test_a_state_with_one_layer_of_another_dtype_is_refused(config, params, tokens):
+    _, state = kg.prefill(config, params, tokens[:, :20], kg.init_state(config, 2, 70))
+    last = tree.map(lambda x: x.to(torch.bfloat16), state.layers[-1])
+    mixed = tree.replace(state, layers=(*state.layers[:-1], last))
+    with pytest.raises(ConfigError, match="start from a new state"):
+        kg.decode(config, params, tokens[:, 20], mixed)
+
+
 def test_what_a_donated_step_gives_may_be_trained_on(config, params, tokens):
     with torch.no_grad():
         _, state = kg.prefill(config, params, tokens[:, :20], kg.init_state(config, 2, 70))
