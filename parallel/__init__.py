@@ -1,5 +1,7 @@
-"""Placement: what layer code may say about it. Without a mesh all of it is the identity."""
+"""Placement: a mesh of devices, what of it splits each logical axis, and what layer code may say about it."""
 
 from .annotate import constrain, local_ids, shard_map, summand
+from .mesh import Mesh
+from .rules import Rules
 
-__all__ = ["constrain", "local_ids", "shard_map", "summand"]
+__all__ = ["Mesh", "Rules", "constrain", "local_ids", "shard_map", "summand"]
