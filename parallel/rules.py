@@ -4,7 +4,7 @@ A missing rule is an error, never replication by accident.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kimi_graph.errors import ShardingError
 
@@ -20,10 +20,12 @@ class Rules:
     Attributes:
         mesh: whose axes they are.
         mapping: logical axis -> atomic mesh axes that split it, the first of them outermost; empty: whole everywhere.
+        why: in words, for axes that have a reason on record.
     """
 
     mesh: Mesh
     mapping: Mapping[str, Axes]
+    why: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         for name, axes in self.mapping.items():
@@ -69,8 +71,9 @@ class Rules:
         return self.mesh.size(self.on(name))
 
     def changed(self, **axes: str | Axes | None) -> "Rules":
-        """The same rules but for some axes."""
-        return Rules(self.mesh, {**self.mapping, **Rules.of(self.mesh, axes).mapping})
+        """The same rules but for some axes; why those are so is not on record."""
+        why = {name: words for name, words in self.why.items() if name not in axes}
+        return Rules(self.mesh, {**self.mapping, **Rules.of(self.mesh, axes).mapping}, why)
 
     def __str__(self) -> str:
         width = max(map(len, self.mapping), default=0)
