@@ -6,12 +6,9 @@ The recorder is our own: with static shapes and meta tensors there is nothing to
 reach the dispatcher. `make_fx` writes down the same ones, but is made for symbolic shapes and takes four times as long.
 """
 
-import functools
 import operator
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kimi_graph import tree
 from kimi_graph.ops import capturing
 from kimi_graph.ops.einsum import EINSUM
-
-_ROOT = Path(__file__).parents[1]
+from kimi_graph.parallel.source import author_line
+from kimi_graph.parallel.value import Value
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,13 @@ def capture(f: Callable[..., Any], args: dict[str, Any]) -> Captured:
 
 
 class _EinsumWhole(TorchFunctionMode):
-    """`torch.einsum` becomes one node."""
+    """`torch.einsum` becomes one node; that of values on a mesh too, once they come down to local tensors."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next((t for t in types if issubclass(t, Value)), None)
+        if value is not None:
+            with self:  # torch takes a mode off while it is asked
+                return value.__torch_function__(f, types, args, kwargs)
         if f is torch.einsum:
             return EINSUM(args[0], list(args[1:]))
         return f(*args, **(kwargs or {}))
@@ -96,7 +97,7 @@ class _Recorder(TorchDispatchMode):
             self.kept.append(made)
             return made
         given = map_aggregate((args, kwargs or {}), lambda x: self._node(x) if isinstance(x, Tensor) else x)
-        self._note(made, self.graph.call_function(f, *given), _caller())
+        self._note(made, self.graph.call_function(f, *given), author_line())
         return made
 
     def _note(self, made: Any, node: fx.Node, source: str) -> Any:
@@ -125,24 +126,3 @@ class _Recorder(TorchDispatchMode):
 def _plain(x: Tensor) -> Tensor:
     """A meta tensor without strides of its own, as GE knows tensors."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _caller() -> str:
-    """`layers/kda.py:112`: the innermost line of layer code that is being run."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        path = _layer_file(frame.f_code.co_filename)
-        if path:
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _layer_file(name: str) -> str:
-    """Path inside the project of a file; empty for other files, for operators and for this one."""
-    path = Path(name)
-    if name == __file__ or not path.is_relative_to(_ROOT):
-        return ""
-    inside = path.relative_to(_ROOT)
-    return "" if inside.parts[0] == "ops" else inside.as_posix()

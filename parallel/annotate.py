@@ -1,7 +1,8 @@
 """What a layer may say about placement; it never names a device. Without a mesh all of it is the identity.
 
-`constrain` and `shard_map` are for global values, `local_ids` and `summand` for the body of a `shard_map`. A sharded
-value is not a tensor; it answers `__torch_function__`, and so do the local values a body gets.
+`constrain` and `shard_map` are for global values, the rest for the body of a `shard_map`, where what crosses devices is
+written down and named by logical axis. A sharded value is not a tensor; it answers `__torch_function__`, and so do the
+local values a body gets.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,9 @@ Axes = tuple[str | None, ...]
 
 def _answers(x: object) -> bool:
     return not isinstance(x, torch.Tensor) and has_torch_function((x,))
+
+
+# ---- for global values -----------------------------------------------------------------------------------------------
 
 
 def constrain(x: X, *axes: str | None) -> X:
@@ -46,6 +50,9 @@ def shard_map(
     return mapped
 
 
+# ---- for bodies ------------------------------------------------------------------------------------------------------
+
+
 def local_ids(ids: X, axis: str, count: int) -> X:
     """Ids among all of a logical axis, turned so that this device's own are 0 to `count` - 1 and the others' follow.
 
@@ -61,3 +68,40 @@ def summand(x: X, *axes: str) -> X:
     The sum is taken before its first use that is not linear.
     """
     return handle_torch_function(summand, (x,), x, *axes) if _answers(x) else x
+
+
+def all_reduce(x: X, *axes: str, op: str = "sum") -> X:
+    """The sum (or `op="max"`) of what the devices along these logical axes have, on each of them."""
+    return handle_torch_function(all_reduce, (x,), x, *axes, op=op) if _answers(x) else x
+
+
+def all_gather(x: X, axis: str, dim: int) -> X:
+    """What the devices along a logical axis have, one after another along `dim`, on each of them."""
+    return handle_torch_function(all_gather, (x,), x, axis, dim) if _answers(x) else x
+
+
+def reduce_scatter(x: X, axis: str, dim: int) -> X:
+    """This device's part along `dim` of the sum over the devices along a logical axis."""
+    return handle_torch_function(reduce_scatter, (x,), x, axis, dim) if _answers(x) else x
+
+
+def all_to_all(x: X, axis: str, split_dim: int, cat_dim: int) -> X:
+    """Part i of `x` along `split_dim` goes to device i of a logical axis; what comes is joined along `cat_dim`."""
+    return handle_torch_function(all_to_all, (x,), x, axis, split_dim, cat_dim) if _answers(x) else x
+
+
+def own_slice(x: X, axis: str, dim: int) -> X:
+    """This device's part along `dim` of what all devices along a logical axis have."""
+    return handle_torch_function(own_slice, (x,), x, axis, dim) if _answers(x) else x
+
+
+def own_index(x: Any, axis: str, times: int = 1) -> Any:
+    """Where this device stands along a logical axis, times a number: `[]` int64. `x`: any value of the body."""
+    if _answers(x):
+        return handle_torch_function(own_index, (x,), x, axis, times)
+    return torch.zeros((), dtype=torch.int64, device=x.device)
+
+
+def ways(x: Any, axis: str) -> int:
+    """Into how many parts a logical axis is split. `x`: any value of the body."""
+    return handle_torch_function(ways, (x,), x, axis) if _answers(x) else 1

@@ -1,0 +1,204 @@
+"""The body of a `shard_map`: local values, explicit collectives named by logical axis, and the check of what varies.
+
+A `Local` is one device's part, with the logical axes along which devices hold different values. A collective takes them
+off or adds them. The check is by logical axis and not by mesh axis: where two logical axes lie on one mesh axis, a sum
+over the one would mix the other, and only their names can tell.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from kimi_graph.errors import ShardingError
+
+from . import collectives
+from .mesh import Axes
+from .rules import Rules
+from .value import Sharded, Value, name_of, refused, rule
+
+Body = Callable[..., Any]
+BODY: dict[str, Body] = {}
+
+
+class Local(Value):
+    """One device's part of a value.
+
+    Attributes:
+        local: its tensor. varies: logical axes along which devices hold different ones.
+        pending: logical axes along which each device has a summand.
+    """
+
+    def __init__(self, rules: Rules, local: Tensor, varies: Iterable[str | None], pending: Iterable[str] = ()) -> None:
+        self.rules, self.local = rules, local
+        self.varies = frozenset(name for name in varies if name is not None and rules.on(name))
+        self.pending = frozenset(name for name in pending if rules.on(name))
+
+    def __repr__(self) -> str:
+        by = f" by {', '.join(sorted(self.varies))}" if self.varies else ""
+        return f"<{list(self.local.shape)}{by}>" + "".join(f"+{name}" for name in sorted(self.pending))
+
+    @classmethod
+    def __torch_function__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            locals_ = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Value)]
+            if not all(isinstance(x, Local) for x in locals_):
+                raise ShardingError("a global value has to be an argument of the shard_map, not taken from around it.")
+            if any(x.pending for x in locals_):
+                raise ShardingError("a summand is the last thing that a body says.")
+            return BODY.get(name_of(f), _each)(f, *args, **kwargs)
+        except ShardingError as error:
+            if getattr(error, "placed", False):
+                raise
+            made = refused(f, args, error)
+            made.placed = True  # type: ignore[attr-defined]
+            raise made from None
+
+
+def _each(f: Any, *args: Any, **kwargs: Any) -> Any:
+    """Any function on local tensors: what it gives varies as what it was given."""
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Local)]
+    varies = frozenset().union(*(x.varies for x in given))
+    if name_of(f).startswith("new_") or name_of(f).endswith("_like"):
+        varies = frozenset()
+    made = f(*pytree.tree_map_only(Local, lambda x: x.local, args), **kwargs)
+    return pytree.tree_map_only(Tensor, lambda y: Local(given[0].rules, y, varies), made)
+
+
+def axes_of(rules: Rules, names: Iterable[str]) -> Axes:
+    """The mesh axes of some logical axes, in the order of their rules."""
+    return tuple(dict.fromkeys(axis for name in names for axis in rules.on(name)))
+
+
+def _of_body(f: Body) -> Body:
+    BODY[f.__name__.strip("_")] = f
+    return f
+
+
+# ---- collectives by logical axis -------------------------------------------------------------------------------------
+
+
+def _along(x: Local, names: Iterable[str]) -> tuple[Axes, frozenset[str]]:
+    """Mesh axes of a reduction or gather along logical axes, and those of them that have any.
+
+    Raises:
+        ShardingError: the value is the same along one of them, or also varies by another on the same mesh axis.
+    """
+    on = frozenset(name for name in names if x.rules.on(name))
+    axes = axes_of(x.rules, on)
+    same = sorted(on - x.varies)
+    if same:
+        raise ShardingError(f"{x} is the same along {', '.join(same)}; was it summed or gathered there before?")
+    mixed = sorted(name for name in x.varies - on if set(x.rules.on(name)) & set(axes))
+    if mixed:
+        raise ShardingError(
+            f"{x} also varies by {mixed[0]!r}, on the same mesh axis as {', '.join(sorted(on))}: it would mix "
+            f"{mixed[0]!r}. Give them mesh axes of their own."
+        )
+    return tuple(axis for axis in x.rules.mesh.axes if axis in axes) if len(on) > 1 else axes, on
+
+
+@_of_body
+def _all_reduce(_: Any, x: Local, *names: str, op: str = "sum") -> Local:
+    axes, on = _along(x, names)
+    return Local(x.rules, collectives.all_reduce(x.local, axes, op), x.varies - on) if axes else x
+
+
+@_of_body
+def _all_gather(_: Any, x: Local, name: str, dim: int) -> Local:
+    axes, on = _along(x, (name,))
+    return Local(x.rules, collectives.all_gather(x.rules.mesh, x.local, axes, dim), x.varies - on) if axes else x
+
+
+@_of_body
+def _reduce_scatter(_: Any, x: Local, name: str, dim: int) -> Local:
+    axes, _on = _along(x, (name,))
+    return Local(x.rules, collectives.reduce_scatter(x.rules.mesh, x.local, axes, dim), x.varies) if axes else x
+
+
+@_of_body
+def _all_to_all(_: Any, x: Local, name: str, split_dim: int, cat_dim: int) -> Local:
+    axes = x.rules.on(name)
+    if not axes:
+        return x
+    made = collectives.all_to_all(x.rules.mesh, x.local, axes, split_dim, cat_dim)
+    return Local(x.rules, made, x.varies | {name})
+
+
+@_of_body
+def _own_slice(_: Any, x: Local, name: str, dim: int) -> Local:
+    axes = x.rules.on(name)
+    if not axes:
+        return x
+    return Local(x.rules, collectives.own_slice(x.rules.mesh, x.local, axes, dim), x.varies | {name})
+
+
+@_of_body
+def _own_index(_: Any, x: Local, name: str, times: int = 1) -> Local:
+    axes = x.rules.on(name)
+    made = collectives.own_index(axes, times) if axes else torch.zeros((), dtype=torch.int64, device=x.device)
+    return Local(x.rules, made, {name})
+
+
+@_of_body
+def _ways(_: Any, x: Local, name: str) -> int:
+    return x.rules.ways(name)
+
+
+@_of_body
+def _local_ids(_: Any, ids: Local, name: str, count: int) -> Local:
+    axes = ids.rules.on(name)
+    if not axes:
+        return ids
+    own = ids.local - collectives.own_index(axes, count, ids.dtype)
+    return Local(ids.rules, torch.remainder(own, count * ids.rules.ways(name)), ids.varies | {name})
+
+
+@_of_body
+def _summand(_: Any, x: Local, *names: str) -> Local:
+    _axes, on = _along(x, names)
+    return Local(x.rules, x.local, x.varies - on, on)
+
+
+# ---- in and out ------------------------------------------------------------------------------------------------------
+
+
+@rule("shard_map", linear=True)
+def _shard_map(f: Any, body: Callable[..., Any], in_axes: Any, out_axes: Any, *args: Any) -> Any:
+    """Arguments are placed as they are wanted; results have to be the same along what they do not declare."""
+    first = next(x for x in args if isinstance(x, Sharded))
+    if len(args) != len(in_axes):
+        raise ShardingError(f"{len(args)} arguments, but axes of {len(in_axes)}.")
+    given = [_local(x, names) for x, names in zip(args, in_axes, strict=True)]
+    out = body(*given)
+    many, axes = (out, out_axes) if isinstance(out, tuple) else ((out,), (out_axes,))
+    if len(many) != len(axes):
+        raise ShardingError(f"{len(many)} results, but axes of {len(axes)}.")
+    made = [_global(first.rules, y, names) for y, names in zip(many, axes, strict=True)]
+    return tuple(made) if isinstance(out, tuple) else made[0]
+
+
+def _local(x: Sharded, names: Iterable[str | None]) -> Local:
+    names = tuple(names)
+    if len(names) != x.ndim:
+        raise ShardingError(f"{len(names)} axes for the {x.ndim} dimensions of {x}.")
+    placed = x.placed([x.rules.on(name) for name in names]).reduced()
+    return Local(x.rules, placed.local, names)
+
+
+def _global(rules: Rules, y: Local, names: Iterable[str | None]) -> Sharded:
+    names = tuple(names)
+    if not isinstance(y, Local) or len(names) != y.ndim:
+        raise ShardingError(f"a result {y} for the axes {names}.")
+    pending = axes_of(rules, y.pending)
+    declared = {axis for name in names for axis in rules.on(name)} | set(pending)
+    extra = sorted(name for name in y.varies if not set(rules.on(name)) <= declared)
+    if extra:
+        raise ShardingError(
+            f"the result {y} is not the same along {', '.join(extra)}, which {names} do not say; "
+            f"is a summand missing, or a collective?"
+        )
+    return Sharded(rules, y.local, [rules.on(name) for name in names], pending)
