@@ -35,7 +35,7 @@ def align(values: Sequence[Sharded], letters: Sequence[Sequence[Any]]) -> tuple[
     for value, names in zip(values, letters, strict=True):
         for dim, name in enumerate(names):
             if value.shape[dim] > 1:
-                value = value.split(dim, axes[name])
+                value = value.sliced(dim, axes[name])
         aligned.append(value)
     return aligned, axes
 
@@ -86,13 +86,12 @@ def _check_whole(f: Any, axes: dict[str, Axes]) -> None:
 
 
 @rule("einsum")
-def _einsum(f: Any, equation: str, *operands: Any) -> Sharded:
+def _einsum(f: Any, equation: str, *operands: Sharded) -> Sharded:
     """A letter that the result has not leaves a pending sum."""
-    values = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     groups, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation:
         raise ShardingError("an equation has to name every dimension and the result: 'btd,hkd->bthk'.")
-    values, axes = align(values, groups.split(","))
+    values, axes = align(operands, groups.split(","))
     partial = [axis for name in axes if name not in result for axis in axes[name]]
     return values[0].like(f(equation, *(v.local for v in values)), [axes[n] for n in result], partial)
 
@@ -109,7 +108,7 @@ def _matmul(f: Any, x: Sharded, y: Sharded) -> Sharded:
 # ---- element by element ----------------------------------------------------------------------------------------------
 
 ELEMENTWISE = """
-    rtruediv pow rpow ge gt le lt eq ne and or xor invert
+    rdiv pow rpow ge gt le lt eq ne and or xor invert
     exp log sqrt rsqrt sigmoid relu silu gelu tanh softplus abs square reciprocal maximum minimum clamp
     where masked_fill logical_and logical_or logical_not float double bfloat16 half long int bool to
 """
@@ -230,7 +229,7 @@ def _embedding(f: Any, ids: Sharded, weight: Sharded, padding_idx: int | None = 
     rows = weight.local.shape[0]
     own = ids.local - collectives.own_index(axes, rows, ids.dtype)
     inside = (own >= 0) & (own < rows)
-    found = f(torch.where(inside, own, 0), weight.local)
+    found = f(own.clamp(0, rows - 1), weight.local)
     return weight.like(found * inside[..., None], dims, axes)
 
 

@@ -34,11 +34,10 @@ def _part(mesh: Mesh, x: Tensor, dims: Sequence[Axes], rank: int) -> Tensor:
 
 
 def _summand(mesh: Mesh, x: Tensor, axes: Sequence[str], rank: int) -> Tensor:
-    """Unequal shares that are exact: along each axis rank i has `i + 1` times the sum, the last one what is left."""
+    """Unequal shares: along each axis rank i has `i + 2` times the sum, the last one what is left."""
     for axis in axes:
         index, size = mesh.index(rank, (axis,)), mesh.axes[axis]
-        share = index + 1 if index < size - 1 else 1 - sum(range(1, size))
-        x = x * share
+        x = x * (index + 2 if index < size - 1 else 1 - sum(range(2, size + 1)))
     return x
 
 

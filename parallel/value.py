@@ -178,7 +178,7 @@ class Sharded(Value):
                 self._reduced = self.like(collectives.all_reduce(self.local, self.partial), self.dims)
         return self._reduced
 
-    def split(self, dim: int, axes: Axes) -> "Sharded":
+    def sliced(self, dim: int, axes: Axes) -> "Sharded":
         """With `dim` split over `axes`: a slice where it is split over the first of them or none, else refused."""
         have = self.dims[dim]
         if axes == have:
@@ -221,7 +221,7 @@ class Sharded(Value):
             if keep < len(x.dims[dim]):
                 x = x.reduced().gathered(dim, keep)
         for dim, axes in enumerate(wanted):  # after all that had to be gathered
-            x = x.split(dim, axes)
+            x = x.sliced(dim, axes)
         return x
 
     @classmethod
