@@ -18,9 +18,11 @@ from kimi_graph.layers import Batch, VisionTables
 from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
 from kimi_graph.models.vision import run_vision_part, vision_part_params, vision_schedule
+from kimi_graph.parallel import Rules
 
 from .capture import Captured, capture
 from .passes import Folded, fold_weights, lower_einsum, simplify
+from .sharded import ShardedCapture, capture_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +114,73 @@ def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[Use], Captured]:
     Input names: `in0`, `in1` ... for the values it reads, `batch.*` or `tables.*`, `p.*`, `s.*`; outputs `out.0` ...
     and `s.*`.
     """
+    piece = _piece_at(c, b)
+    return lambda use: capture(*piece(use))
+
+
+def sharded_piece_tracer(c: ModelConfig, b: Bucket, rules: Rules) -> Callable[[Use], ShardedCapture]:
+    """`piece_tracer` on a mesh: the same names, local shapes, one graph for all ranks. `b` has the global sizes."""
+    piece, axes = _piece_at(c, b), _piece_axes(c, b)
+    return lambda use: capture_on(rules, *piece(use), *axes(use))
+
+
+def _piece_at(c: ModelConfig, b: Bucket) -> Callable[[Use], tuple[Callable[..., dict[str, Any]], dict[str, Any]]]:
+    """What is to be captured of a part: a function, and its arguments by name."""
     shapes, inputs = _value_shapes(c, b), step_inputs(c, b)
     trace = _vision_part(c, b) if b.phase == "vision" else _text_part(c, b)
 
-    def capture_at(use: Use) -> Captured:
+    def piece(use: Use) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
         f, params, state = trace(use)
         given = {f"in{i}": shapes(name) for i, name in enumerate(use.reads)}
-        return capture(f, {**given, "p": params, "s": state, **inputs})
+        return f, {**given, "p": params, "s": state, **inputs}
 
-    return capture_at
+    return piece
+
+
+def _piece_axes(c: ModelConfig, b: Bucket) -> Callable[[Use], tuple[dict[str, Any], dict[str, Any]]]:
+    """Logical axes of a part's arguments and of its results, in trees like theirs."""
+    specs, vision = decoder.model_specs(c), b.phase == "vision"
+    states = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    inputs = step_axes(c, b)
+
+    def axes(use: Use) -> tuple[dict[str, Any], dict[str, Any]]:
+        params = vision_part_params(use, specs.vision) if vision else decoder.part_params(use, specs)
+        state = states[use.layer] if use.layer is not None and _has_state(c, use) else {}
+        given = {f"in{i}": value_axes(name, vision=vision) for i, name in enumerate(use.reads)}
+        results: dict[str, Any] = {"out": [value_axes(name, vision=vision) for name in use.writes]}
+        return {**given, "p": params, "s": state, **inputs}, results if vision else results | {"s": state}
+
+    return axes
+
+
+def value_axes(name: str, *, vision: bool = False) -> str:
+    """Logical axes of a value of the schedule, as parts read and write it."""
+    known = {
+        "tokens": "batch sequence",
+        "vision.rows": "batch sequence",
+        "vision.values": "_ embed",
+        "vision.patches": "patches _",
+        "selected": "batch sequence _",
+        "logits": "batch vocab",
+    }
+    return known.get(name, "patches vision_embed" if vision else "batch sequence embed")
+
+
+def step_axes(c: ModelConfig, b: Bucket) -> dict[str, Any]:
+    """Logical axes of `step_inputs`."""
+    if b.phase == "vision":
+        table: Any = "patches _"
+        tables: Any = VisionTables(rows=table, columns=table, cos=table, sin=table, time=None, count="_")
+        return {"tables": tables}
+    angles: Any = None if c.rotation is None else "batch sequence _"
+    row: Any = "batch"
+    table = "batch _"
+    batch = Batch(slots=row, lengths=row, counts=row, block_table=table, slot_mapping=row, cos=angles, sin=angles)
+    return {"batch": batch}
+
+
+def _has_state(c: ModelConfig, use: Use) -> bool:
+    return use.layer is not None and decoder.mixer_part(c.layers[use.layer]) == use.part
 
 
 Traceable = tuple[Callable[..., dict[str, Any]], Any, Any]  # a function, its parameters and its state
@@ -138,8 +198,8 @@ def _text_part(c: ModelConfig, b: Bucket) -> Callable[[Use], Traceable]:
                 results = [results[0].flatten(0, 1)]
             return {"out": results, "s": {} if after is None else after}
 
-        mixes = use.layer is not None and decoder.mixer_part(c.layers[use.layer]) == use.part
-        return f, decoder.part_params(use, params), states[use.layer] if mixes and use.layer is not None else {}
+        state = states[use.layer] if use.layer is not None and _has_state(c, use) else {}
+        return f, decoder.part_params(use, params), state
 
     return part
 

@@ -1,0 +1,145 @@
+"""Every part of the fixtures on meshes: one trace for all ranks, run in lockstep, equals the part without a mesh."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kimi_graph import tree
+from kimi_graph.compile import phases
+from kimi_graph.compile.phases import Bucket
+from kimi_graph.compile.sharded import ShardedCapture, check
+from kimi_graph.config import MlaConfig, ModelConfig
+from kimi_graph.errors import ShardingError
+from kimi_graph.init import init_tensor
+from kimi_graph.layers import Batch, step_batch, vision_tables
+from kimi_graph.models import decoder
+from kimi_graph.models.decoder import Use
+from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.parallel.presets import preset
+from kimi_graph.spec import ParamSpec
+from tests.compile.family import small_model
+
+MODELS = ("kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2")
+MESHES = ("tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2")
+ROWS, PAGE, PAGES = 4, 16, 6  # 96 tokens a sequence: more than the fixtures' top-k of 64, so that keys are selected
+BEFORE = torch.tensor([70, 3, 88, 0])
+PATCHES = 16
+
+# Collectives by part, all in all; those of MoE by whether its experts are latent, and whether they are split over data.
+SUMS = {"embed": 1, "embed_vision": 1, "kda": 1, "mla": 1, "mla_shared": 1, "dense": 1, "vision_block": 2}
+MOE = {"plain": 1, "latent": 3, "plain over data": 3, "latent over data": 4}
+
+
+@functools.cache
+def model(name: str) -> ModelConfig:
+    """A preset's fixture; MLA of K3 with four heads in place of three, which a mesh cannot share out."""
+    c = small_model(name)
+
+    def even(mixer: Any) -> Any:
+        return dataclasses.replace(mixer, heads=4) if isinstance(mixer, MlaConfig) and mixer.heads == 3 else mixer
+
+    return dataclasses.replace(c, layers=tuple(dataclasses.replace(x, mixer=even(x.mixer)) for x in c.layers))
+
+
+def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
+    """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own."""
+    tokens = {"vision": PATCHES, "prefill": 5, "decode": 1}[phase]
+    pages, slots = ROWS * PAGES + shards, ROWS + shards
+    images = 4 if c.vision is not None and phase != "decode" else 0
+    return Bucket(
+        phase=phase, rows=ROWS, tokens=tokens, page=PAGE, pages=pages, sequence_pages=PAGES, slots=slots, images=images
+    )
+
+
+def batches(c: ModelConfig, b: Bucket, shards: int) -> tuple[Batch[Tensor], Batch[Tensor]]:
+    """A batch whose ids count through the pools of all shards, and the same with ids within each."""
+    rows = ROWS // shards
+    counts = torch.ones(ROWS).long() if b.step else torch.tensor([5, 3, 0, 4])
+    table = torch.arange(1, rows * PAGES + 1, dtype=torch.int32).view(rows, PAGES)
+    slots = torch.arange(1, rows + 1, dtype=torch.int32)
+    within, through = [], []
+    for i in range(shards):
+        some, page = slice(i * rows, (i + 1) * rows), i * (rows * PAGES + 1)
+        own = step_batch(table, slots, BEFORE[some], counts[some], b.tokens, PAGE, rope=c.rotation, dtype=torch.float64)
+        within.append(own)
+        moved = {"slots": own.slots + i * (rows + 1), "block_table": own.block_table + page}
+        through.append(tree.replace(own, slot_mapping=own.slot_mapping + page * PAGE, **moved))
+    join = lambda parts: tree.map(lambda *x: torch.cat(x), *parts)  # noqa: E731
+    return join(through), join(within)
+
+
+def number(path: str, like: Tensor) -> Tensor:
+    """Any value of an input that is no parameter."""
+    if path == "selected":  # ascending, some of a row's tokens and then none
+        at = torch.arange(like.shape[-1], dtype=torch.int32)
+        return torch.where(at < 4, at, -1).expand(like.shape).contiguous()
+    if like.is_floating_point():
+        return torch.randn(like.shape, dtype=torch.float64)
+    return torch.randint(4, like.shape).to(like.dtype)
+
+
+def parameter(path: str, spec: ParamSpec) -> Tensor:
+    return init_tensor(spec, path).double()
+
+
+def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int) -> tuple[Any, Any]:
+    """Numbers for a part's arguments: on the mesh, and without it."""
+    specs = decoder.model_specs(c)
+    vision = b.phase == "vision"
+    params = phases.vision_part_params(use, specs.vision) if vision else decoder.part_params(use, specs)
+    found = {f"in{i}": number(name, args[f"in{i}"]) for i, name in enumerate(use.reads)}
+    found |= {"p": tree.map_with_path(parameter, params)}
+    found |= {"s": tree.map(lambda x: torch.randn(x.shape, dtype=torch.float64), args["s"])}
+    if vision:
+        assert c.vision is not None
+        tables = vision_tables(c.vision, (1, 4, 4), PATCHES, torch.float64)
+        return found | {"tables": tables}, None
+    through, within = batches(c, b, shards)
+    return found | {"batch": within}, found | {"batch": through}
+
+
+def parts(c: ModelConfig, b: Bucket, rules: Rules) -> dict[str, ShardedCapture]:
+    """Every kind of part, checked where it is used first."""
+    piece, axes = phases._piece_at(c, b), phases._piece_axes(c, b)
+    shards, found = rules.mesh.data, {}
+    for use in phases.uses(c, b):
+        if use.part not in found:
+            f, args = piece(use)
+            values, unsharded = values_of(c, b, use, args, shards)
+            found[use.part] = check(rules, f, values, *axes(use), unsharded=unsharded)
+    return found
+
+
+def counts(found: dict[str, ShardedCapture]) -> dict[str, int]:
+    return {part: len(piece.collectives) for part, piece in found.items() if piece.collectives}
+
+
+def expected(c: ModelConfig, b: Bucket, mesh: Mesh) -> dict[str, int]:
+    """Collectives by part, of those that have any."""
+    latent = any(getattr(x.ffn, "latent", None) for x in c.layers)
+    over_data = mesh.data > 1 and mesh.experts > mesh.tensor
+    sums = SUMS | {"moe": MOE[("latent" if latent else "plain") + (" over data" if over_data else "")]}
+    sums |= {"vision_project": 1}
+    return {use.part: sums[use.part] for use in phases.uses(c, b) if use.part in sums}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_model_on_a_mesh_equal_those_without(name, mesh, phase):
+    c, m = model(name), Mesh.parse(mesh)
+    b = bucket(c, phase, m.data)
+    found = parts(c, b, preset(c, m, phase))
+    assert counts(found) == expected(c, b, m)
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
+def test_parts_of_a_vision_tower_on_a_mesh_equal_those_without(mesh):
+    c, m = model("kimi-k3"), Mesh.parse(mesh)
+    b = bucket(c, "vision", 1)
+    assert counts(parts(c, b, preset(c, m, "vision"))) == expected(c, b, m)
