@@ -39,6 +39,7 @@ OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
+  kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
   kimi-graph inspect build/kl48b                                  what is in it
   kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
@@ -363,6 +364,76 @@ def compile(  # noqa: A001 (the command's name)
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
+
+
+@command
+def shard(
+    model: Model,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="Ranks by axis: pp=4,dp=4,tp=32,ep=128 (cp too); an axis left out is 1."),
+    ] = None,
+    phase: Annotated[
+        str, typer.Option(metavar="P", callback=_one_of(PHASES, "phase"), help="vision, prefill or decode.")
+    ] = "decode",
+    explain: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Every step of one parameter: layers.8.kda.query.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="List the meshes of N devices that are legal.")
+    ] = None,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")
+    ] = False,
+    exchange: Annotated[
+        bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
+    ] = False,
+    split_cache: Annotated[
+        bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
+    ] = False,
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help=f"Whose links and memory it is held against: {TARGETS}.")
+    ] = "a3",
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences of all ranks. Default: one for each of dp.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Longest sequence, tokens. Default: 4,096.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what every rank of a mesh holds, or why the mesh cannot be. Placement, local shape and bytes of each kind of
+    parameter, what is the same on several ranks and why, stages and what they hand on. Traces nothing. Exit code 1 if
+    a size does not divide, with every such size and the nearest legal ones.
+
+    \b
+    kimi-graph shard kimi-k3.1-pro --mesh pp=4,tp=32
+    kimi-graph shard kimi-k3.1-pro --mesh pp=4,tp=32 --explain layers.8.kda.query
+    kimi-graph shard kimi-k3.1-pro --devices 128
+    """
+    if (mesh is None) == (devices is None):
+        raise typer.BadParameter("say which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
+    started = time.perf_counter()
+    with _without_collecting():
+        from kimi_graph.parallel.mesh import Mesh
+        from kimi_graph.shard import Request, explain_parameter, meshes_of, shard_model
+
+        request = Request(
+            config=_load_config(model),
+            mesh=Mesh() if mesh is None else Mesh.parse(mesh),
+            phase=phase,
+            target=target,
+            pad=pad,
+            batch=batch,
+            max_len=max_len,
+            exchange=exchange,
+            split_cache=split_cache,
+        )
+        if devices is not None:
+            found: Result = meshes_of(request, devices)
+        else:
+            found = shard_model(request) if explain is None else explain_parameter(request, explain)
+    _show(found, as_json=as_json, started=started)
 
 
 @command

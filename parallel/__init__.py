@@ -2,7 +2,24 @@
 
 from . import body, rules_of_torch  # noqa: F401  the rules of global values register themselves
 from .annotate import constrain, local_ids, shard_map, summand
+from .balance import balance
 from .mesh import Mesh
+from .placement import Placement, place, place_tree, shard, unshard
+from .presets import preset
 from .rules import Rules
 
-__all__ = ["Mesh", "Rules", "constrain", "local_ids", "shard_map", "summand"]
+__all__ = [
+    "Mesh",
+    "Placement",
+    "Rules",
+    "balance",
+    "constrain",
+    "local_ids",
+    "place",
+    "place_tree",
+    "preset",
+    "shard",
+    "shard_map",
+    "summand",
+    "unshard",
+]

@@ -72,7 +72,8 @@ def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> It
     prefill = phase == "prefill"
     cached: Axes = ("context", "tensor") if split_cache else ("context",)
     yield "sequence", ("context" if prefill else None, "tokens of a row: a stretch of them per rank; a step has one")
-    yield "pages", (("data", *cached), "a sequence's cache lies where its row is computed, by stretches of pages")
+    why = "a sequence's cache lies where its row is computed, a stretch of it on each rank that shares its tokens"
+    yield "pages", (("data", *cached), why if split_cache else f"{why}; split_cache: over tensor too")
     yield "cached", (cached, "a rank attends to its stretch of a sequence; the parts are merged")
     yield (
         "attn_heads",
@@ -120,16 +121,17 @@ def _expert_embed(config: ModelConfig, mesh: Mesh, exchange: bool) -> tuple[str 
 
 
 def _tower(config: ModelConfig, mesh: Mesh) -> Iterator[Row]:
-    """The vision tower is small too."""
+    """The vision tower is small too. Without its heads, nothing of it is split: it then needs no collective at all."""
     c, tensor = config.vision, mesh.tensor
-    sizes: dict[str, tuple[int, ...]] = {"vision_heads": (), "vision_ffn": ()}
-    if c is not None:
-        sizes = {"vision_heads": (c.heads,), "vision_ffn": (c.ffn, c.projector_ffn)}
-    for axis, found in sizes.items():
-        odd = [size for size in found if size % tensor]
-        what = "heads" if axis == "vision_heads" else "channels"
-        whole = f"the tower's {odd[0]:,} {what} do not divide over tp={tensor}: every rank computes them" if odd else ""
-        yield axis, (None, whole) if odd else ("tensor", "as in the text model; the tower's sizes divide")
+    heads, widths = (1, ()) if c is None else (c.heads, (c.ffn, c.projector_ffn))
+    odd = [width for width in widths if width % tensor]
+    split = "tensor", "as in the text model"
+    if c is not None and heads % tensor:
+        split = None, f"the tower's {heads} heads do not divide over tp={tensor}: every rank computes all of it"
+    yield "vision_heads", split
+    if odd and split[0]:
+        split = None, f"the tower's {odd[0]:,} channels do not divide over tp={tensor}: every rank computes them"
+    yield "vision_ffn", split
 
 
 def directions(mesh: Mesh, axes: Axes) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["compile", "inspect", "fixture", "check", "verify"]
+COMMANDS = ["shard", "compile", "inspect", "fixture", "check", "verify"]
 
 
 class Found:
@@ -58,6 +58,7 @@ def run(monkeypatch):
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.read_config": ["load_config"],
+            "kimi_graph.shard": ["Request", "explain_parameter", "meshes_of", "shard_model"],
         }.items():
             fake = types.ModuleType(module)
             for name in names:
@@ -95,7 +96,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["compile", "inspect", "fixture", "check", "compile", "verify"]
+    assert shown == ["shard", "compile", "inspect", "fixture", "check", "compile", "verify"]
 
 
 def test_the_version_is_the_packages():

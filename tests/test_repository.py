@@ -74,7 +74,7 @@ FLOORS = [
     ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
     ("files", r"kimi_graph\.(headers|naming|audit|checkpoint|fixture)"),
     ("compile", r"kimi_graph\.compile"),
-    ("cli", r"kimi_graph\.(check|cli|__main__)"),
+    ("cli", r"kimi_graph\.(check|shard|cli|__main__)"),
 ]
 
 

@@ -1,5 +1,7 @@
 """A model's pipeline stages: layers split by the bytes of their parameters, edges as specs."""
 
+import functools
+
 import torch
 
 from kimi_graph import tree
@@ -18,6 +20,7 @@ def value_spec(c: ModelConfig, name: str, rows: int, tokens: int) -> ParamSpec:
     return weight((rows, tokens, top_k), "batch sequence _", source="", dtype=torch.int32)
 
 
+@functools.lru_cache(maxsize=8)
 def parameter_bytes(c: ModelConfig) -> tuple[list[int], tuple[int, int]]:
     """Bytes of every layer's parameters, and of what comes before the layers and after."""
     specs = model_specs(c)
@@ -47,8 +50,8 @@ def model_stages(c: ModelConfig, stages: int, *, rows: int = 1, tokens: int = 1,
 
 
 def stages_of(path: str, c: ModelConfig, stages: list[Stage]) -> tuple[int, ...]:
-    """The stages that hold a parameter; a tied embedding is held by the first and by the last."""
-    words = path.split(".")
+    """The stages that hold a parameter or a state (`s.layers.3...`); a tied embedding is in the first and the last."""
+    words = path.removeprefix("s.").split(".")
     if words[0] == "layers":
         return next((s.index,) for s in stages if int(words[1]) in s.layers)
     if words[0] == "embed":

@@ -1,0 +1,706 @@
+"""`kimi-graph shard`: what every rank of a mesh holds, from a config alone, or why the mesh cannot be.
+
+Placements come from rules (`parallel/presets.py`), stages from the model's schedule; nothing is traced.
+"""
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import formats, tree
+from .check import ORDER
+from .checkpoint import released_formats
+from .compile.targets import GIB, target
+from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
+from .errors import ShardingError
+from .models.counts import part_of
+from .models.decoder import is_sparse, model_specs, state_specs
+from .models.pipeline import model_stages, stages_of
+from .ops.attention import power_of_two
+from .parallel import legality
+from .parallel.legality import Size, faults, sizes_of
+from .parallel.links import DOMAINS, domains_spanned
+from .parallel.mesh import FLAGS, NAMES, Mesh
+from .parallel.placement import Padding, Placement, place
+from .parallel.presets import directions, preset
+from .parallel.rules import Rules
+from .parallel.stages import Stage
+from .spec import ParamSpec
+
+PAGE, CHUNK, MAX_LEN = 128, 512, 4096  # tokens of a page, of a prefill step, and of the longest sequence unless told
+LIKE = {"data": "rows of a batch are split, not weights", "context": "tokens are split, not weights"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to place, and on what.
+
+    Attributes:
+        phase: "vision", "prefill" or "decode". target: whose links and memory it is held against.
+        pad: axes that may be padded are. batch: sequences of all ranks together; None: one for each of `data`.
+        max_len: longest sequence, tokens. exchange, split_cache: see `presets.preset`.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    phase: str = "decode"
+    target: str = "a3"
+    pad: bool = False
+    batch: int | None = None
+    max_len: int | None = None
+    exchange: bool = False
+    split_cache: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.mesh.data if self.batch is None else self.batch
+
+    @property
+    def length(self) -> int:
+        return min(MAX_LEN, self.config.max_len) if self.max_len is None else self.max_len
+
+    def rules(self, mesh: Mesh | None = None) -> Rules:
+        """The rules of the phase; on another mesh where one is given."""
+        made = mesh or self.mesh
+        return preset(self.config, made, self.phase, exchange=self.exchange, split_cache=self.split_cache)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """Parameters or states of one kind: the same name in several layers, the same shape and placement.
+
+    Attributes:
+        name: `layers.*.kda.query`. part: as in `Counts.parts`, or "kda states", "mla states". paths: all of them.
+    """
+
+    name: str
+    part: str
+    paths: tuple[str, ...]
+    placement: Placement
+
+    @property
+    def bytes(self) -> int:
+        """Of all of them on the ranks that hold them, once per stage."""
+        return self.placement.bytes * len(self.paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageUse:
+    """What a rank of one stage holds, in bytes: weights, the same as released, and states."""
+
+    stage: Stage
+    mixers: dict[str, int]
+    weights: int
+    released: int
+    states: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a layer: what, over which mesh axes, bytes of a rank, and the author's line."""
+
+    op: str
+    axes: tuple[str, ...]
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """A model on a mesh.
+
+    Attributes:
+        padding: physical sizes, by logical axis and size. parameters, states: by kind, in reading order.
+        whole: what is the same along a direction: (direction, why, parts, bytes of a copy).
+        collectives: of each kind of layer; None: not known here.
+    """
+
+    request: Request
+    rules: Rules
+    padding: Padding
+    parameters: tuple[Kind, ...]
+    states: tuple[Kind, ...]
+    stages: tuple[StageUse, ...]
+    whole: tuple[tuple[str, str, tuple[str, ...], int], ...]
+    collectives: dict[str, list[Collective]] | None
+    notes: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        r = self.request
+        most = max(s.weights for s in self.stages)
+        return f"{r.config.name} on {r.mesh}: {r.mesh.world:,} ranks, at most {amount(most)} of weights each"
+
+    def text(self) -> str:
+        lines = [
+            *_head(self),
+            "",
+            *columns([("parameter", "#", "whole@axes", "of a rank", "bytes", ""), *map(_kind_row, self.parameters)]),
+            "",
+            *columns([("state", "#", "whole@axes", "of a rank", "bytes", ""), *map(_kind_row, self.states)]),
+        ]
+        if self.whole:
+            rows = [("the same along", "bytes", "what", "why")]
+            rows += [(d, f"{size:,}", _few(parts), why) for d, why, parts, size in self.whole]
+            lines += ["", *columns(rows)]
+        lines += ["", *columns([_STAGE_HEAD, *map(_stage_row, self.stages)]), ""]
+        lines += _collective_lines(self.collectives)
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def to_json(self) -> Any:
+        r, mesh = self.request, self.request.mesh
+        return {
+            "model": r.config.name,
+            "phase": r.phase,
+            "target": r.target,
+            "mesh": {"text": str(mesh), "ranks": mesh.world, "axes": dict(mesh.axes), "experts": mesh.experts},
+            "rules": {
+                name: {"axes": list(self.rules.on(name)), "why": self.rules.why.get(name, "")}
+                for name in self.rules.mapping
+            },
+            "padding": [{"axis": a, "size": n, "physical": p} for (a, n), p in self.padding.items()],
+            "parameters": [_kind_json(k) for k in self.parameters],
+            "states": [_kind_json(k) for k in self.states],
+            "whole": [{"along": d, "why": w, "parts": list(p), "bytes": n} for d, w, p, n in self.whole],
+            "stages": [_stage_json(s) for s in self.stages],
+            "collectives": None
+            if self.collectives is None
+            else {kind: [dataclasses.asdict(c) for c in issued] for kind, issued in self.collectives.items()},
+            "notes": list(self.notes),
+        }
+
+
+def shard_model(request: Request) -> ShardPlan:
+    """What every rank holds.
+
+    Raises:
+        ShardingError: sizes that do not divide, all of them; more stages than layers; a phase the model has not.
+        ConfigError: a length that cannot be. CompileError: a target that is not known.
+    """
+    target(request.target)
+    c, mesh = request.config, request.mesh
+    rules, specs = request.rules(), model_specs(c)
+    sizes = sizes_of(specs, c.dtype)
+    padding = legality.pad(sizes, rules) if request.pad else {}
+    if found := faults([*sizes, *_chosen(request)], rules, padding):
+        raise ShardingError(_refusal(request, sizes, found))
+    pages = _sequence_pages(request, rules)
+    stages = model_stages(c, mesh.pipe, sparse=is_sparse(c, pages * PAGE))
+    params = {path: place(path, spec, rules, c.dtype, padding) for path, spec in tree.items(specs)}
+    states = _place_states(request, rules, pages)
+    parameters, kinds = (
+        _kinds(params, part_of, reading=True),
+        _kinds(states, lambda path: f"{path.split('.')[3]} states"),
+    )
+    return ShardPlan(
+        request=request,
+        rules=rules,
+        padding=padding,
+        parameters=parameters,
+        states=kinds,
+        stages=tuple(_stage_uses(c, stages, params, states, _released(c, specs))),
+        whole=tuple(_whole([*parameters, *kinds], rules)),
+        collectives=collectives_of(c, rules, request.phase),
+        notes=tuple(_notes(request, rules, stages, params, states, padding, pages)),
+    )
+
+
+def collectives_of(config: ModelConfig, rules: Rules, phase: str) -> dict[str, list[Collective]] | None:
+    """The collectives of each kind of layer; None: they are not derived here."""
+    return None
+
+
+def _chosen(r: Request) -> Iterator[Size]:
+    """Sizes that the command line chooses."""
+    yield Size(axis="batch", size=r.rows, path="--batch", count=0)
+    tokens = 1 if r.phase == "decode" else CHUNK
+    if r.exchange and r.rows % r.mesh.data == 0:
+        yield Size(axis="token", size=r.rows * tokens, path="--batch", count=0)
+
+
+def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
+    lines = [f"{r.config.name} cannot be on {r.mesh}:", *(f"  {fault}" for fault in found)]
+    if any("tensor" in directions(r.mesh, fault.over) for fault in found):
+        best = legality.nearest_tensor(sizes, r.mesh, r.rules)
+        if best is not None:
+            lines.append(f"  The nearest tp at which everything divides, nothing padded: {best}.")
+    return "\n".join(lines)
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+def _sequence_pages(r: Request, rules: Rules) -> int:
+    """Pages of a sequence: whole ones, the same number on each rank that has a part of it."""
+    ways = rules.ways("cached")
+    return -(-check_length(r.config, r.length, PAGE).pages // ways) * ways
+
+
+def _place_states(r: Request, rules: Rules, pages: int) -> dict[str, Placement]:
+    """States of all layers. Every rank's pools have a slot and a page more, which are nobody's."""
+    rows = r.rows // r.mesh.data
+    slots = (rows + 1) * rules.ways("slots")
+    pool = (rows * pages // rules.ways("cached") + 1) * rules.ways("pages")
+    specs = state_specs(r.config, slots=slots, pages=pool, page=PAGE, dtype=r.config.dtype)
+    kinds = [layer.kinds[0] for layer in r.config.layers]
+    named = {f"s.layers.{i}.{kinds[i]}": s for i, s in enumerate(specs)}
+    return {
+        f"{prefix}.{path}": place(f"{prefix}.{path}", spec, rules, r.config.dtype)
+        for prefix, s in named.items()
+        for path, spec in tree.items(s)
+    }
+
+
+# ---- by kind and by stage --------------------------------------------------------------------------------------------
+
+
+def _kinds(placed: dict[str, Placement], part: Any, *, reading: bool = False) -> tuple[Kind, ...]:
+    found: dict[Any, list[str]] = {}
+    for path, p in placed.items():
+        name = re.sub(r"\.\d+\.", ".*.", path)
+        found.setdefault((name, p.shape, p.dims, p.dtype), []).append(path)
+    kinds = [
+        Kind(
+            name=name if len(paths) > 1 else paths[0],
+            part=part(paths[0]),
+            paths=tuple(paths),
+            placement=placed[paths[0]],
+        )
+        for (name, *_), paths in found.items()
+    ]
+    return tuple(sorted(kinds, key=lambda k: ORDER.index(k.part)) if reading else kinds)
+
+
+def _released(c: ModelConfig, specs: Any) -> dict[str, float]:
+    """Of parameters that the released file has quantised: their bytes there, in bytes of the model's dtype."""
+    by_path = dict(tree.items(specs))
+
+    @functools.cache
+    def share(form: str, stored: tuple[int, ...]) -> float:
+        parts = formats.layout(form, stored).values()
+        return sum(math.prod(shape) * d.itemsize for d, shape in parts) / (math.prod(stored) * c.dtype.itemsize)
+
+    return {path: share(form, by_path[path].stored) for path, form in released_formats(c, specs).items()}
+
+
+def _stage_uses(
+    c: ModelConfig,
+    stages: list[Stage],
+    params: dict[str, Placement],
+    states: dict[str, Placement],
+    released: dict[str, float],
+) -> Iterator[StageUse]:
+    weights, stored, held = Counter[int](), Counter[int](), Counter[int]()
+    for path, p in params.items():
+        for stage in stages_of(path, c, stages):
+            weights[stage] += p.bytes
+            stored[stage] += round(p.bytes * released.get(path, 1.0))
+    for path, p in states.items():
+        (stage,) = stages_of(path, c, stages)
+        held[stage] += p.bytes
+    for s in stages:
+        mixers = Counter(c.layers[i].kinds[0] for i in s.layers)
+        yield StageUse(
+            stage=s,
+            mixers=dict(sorted(mixers.items())),
+            weights=weights[s.index],
+            released=stored[s.index],
+            states=held[s.index],
+        )
+
+
+def _whole(kinds: Sequence[Kind], rules: Rules) -> Iterator[tuple[str, str, tuple[str, ...], int]]:
+    """What is the same on several ranks, by direction and reason."""
+    found: dict[tuple[str, str], tuple[dict[str, None], int]] = {}
+    for kind in kinds:
+        for direction in directions(rules.mesh, kind.placement.whole_over):
+            key = direction, _why_along(direction, kind, rules)
+            parts, size = found.get(key, ({}, 0))
+            found[key] = parts | {kind.part: None}, size + kind.bytes
+    for (direction, why), (parts, size) in sorted(found.items(), key=lambda item: NAMES.index(item[0][0])):
+        yield direction, why, tuple(parts), size
+
+
+def _why_along(direction: str, kind: Kind, rules: Rules) -> str:
+    """Why ranks along a direction hold the same of a parameter or state: the reason of its first axis that says so."""
+    p = kind.placement
+    if "experts" in p.axes and direction != "context":
+        return f"ep={rules.mesh.experts}: experts are split over the inner part, and copied over the rest"
+    pool = next((axis for axis in p.axes if axis in ("slots", "pages")), "")
+    if direction in LIKE:
+        return rules.why[pool] if pool else LIKE[direction]
+    whole = [axis for axis, over in zip(p.axes, p.dims, strict=True) if axis not in ("_", pool) and not over]
+    return rules.why.get(next(iter(whole), pool), "it has no axis to be split by")
+
+
+def _notes(
+    r: Request,
+    rules: Rules,
+    stages: list[Stage],
+    params: dict[str, Placement],
+    states: dict[str, Placement],
+    padding: Padding,
+    pages: int,
+) -> Iterator[str]:
+    yield from _crossings(r)
+    for (axis, size), physical in padding.items():
+        yield f"padded: {axis} {size:,} -> {physical:,}"
+    tower = ("vision_heads", "vision_ffn") if r.config.vision is not None and r.mesh.tensor > 1 else ()
+    for why in dict.fromkeys(rules.why[axis] for axis in tower if not rules.on(axis)):
+        yield f"vision: {why}"
+    wanted = check_length(r.config, r.length, PAGE).pages
+    if pages != wanted:
+        yield f"caches: {wanted:,} pages of a sequence rounded up to {pages:,}, the same on each of its ranks"
+    heads = {m.heads // rules.ways("attn_heads") for m in _mixers(r.config) if isinstance(m, MlaConfig)}
+    for n in sorted(heads):
+        if (more := power_of_two(n)) != n:
+            words = f"{n} -> {more}: {more / n - 1:.0%} more queries"
+            yield f"attention heads of a rank are padded where CANN takes powers of two alone ({words})"
+    yield from _memory_notes(r, stages, params, states)
+
+
+def _crossings(r: Request) -> Iterator[str]:
+    """Directions whose collectives leave a host; stages only hand on, and rows of a batch do not meet."""
+    domain, spans = DOMAINS[r.target], domains_spanned(r.mesh, r.target)
+    for flag, name in FLAGS.items():
+        count = spans.get(name, 1)
+        if name in ("pipe", "data") or count == 1 or (name == "experts" and r.mesh.experts == r.mesh.tensor):
+            continue
+        size = getattr(r.mesh, name)
+        spanned = f"{count} {domain.name}s of {domain.dies} dies"
+        yield f"{flag}={size} crosses {domain.name}s: a group spans {spanned} ({r.target})"
+
+
+def _memory_notes(
+    r: Request, stages: list[Stage], params: dict[str, Placement], states: dict[str, Placement]
+) -> Iterator[str]:
+    memory = target(r.target).memory_bytes
+    held = Counter[int]()
+    for path, p in [*params.items(), *states.items()]:
+        for stage in stages_of(path, r.config, stages):
+            held[stage] += p.bytes
+    most = max(held.values())
+    if most > memory:
+        yield (
+            f"does not fit: weights and states take up to {amount(most)} of a die, {r.target} has "
+            f"{memory / GIB:.0f} GiB; activations and buffers come on top"
+        )
+
+
+def _mixers(c: ModelConfig) -> list[KdaConfig | MlaConfig]:
+    return [layer.mixer for layer in c.layers]
+
+
+# ---- one parameter ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """Every step from a parameter's spec to the ranks that hold it."""
+
+    request: Request
+    rules: Rules
+    spec: ParamSpec
+    placement: Placement
+    stages: tuple[Stage, ...]
+
+    @property
+    def summary(self) -> str:
+        return f"{self.placement.path} on {self.request.mesh}"
+
+    def text(self) -> str:
+        p, spec, mesh = self.placement, self.spec, self.rules.mesh
+        first, *others = spec.source
+        source = f", from {first}" + (f" and {len(others):,} more" if others else "") if first else ", a state"
+        dtype = str(p.dtype).removeprefix("torch.")
+        rows = [("dim", "axis", "size", "rule", "split over", "of a rank", "why")]
+        for d, (axis, size) in enumerate(zip(p.axes, p.shape, strict=True)):
+            split = " x ".join(f"{a}={mesh.axes[a]}" for a in p.dims[d]) or "-"
+            rule = "-" if axis == "_" else " x ".join(self.rules.mapping[axis]) or "whole"
+            rows.append((str(d), axis, f"{size:,}", rule, split, f"{p.local[d]:,}", self.rules.why.get(axis, "")))
+        whole = math.prod(p.shape) * p.dtype.itemsize
+        lines = [f"{p.path}: {list(p.given)} {dtype}{source}"]
+        if p.shape != p.given:
+            lines.append(f"padded    to {list(p.shape)}")
+        lines += ["", *columns(rows), "", f"placement {p}"]
+        lines.append(f"of a rank {list(p.local)}, {p.bytes:,} bytes of {whole:,}")
+        for s in self.stages:
+            ranks = range(s.index * mesh.stage.world, (s.index + 1) * mesh.stage.world)
+            layers = f"layers {s.layers[0]} to {s.layers[-1]}"
+            lines.append(f"stage     {s.index} of {mesh.pipe} ({layers}): {ranks_text(ranks)}")
+            lines += [f"  {line}" for line in self._holders(ranks[0])]
+        return "\n".join(lines)
+
+    def _holders(self, first: int) -> list[str]:
+        """Which part lies where: all parts, or the first and the last of many."""
+        groups = self._groups()
+        shown = groups if len(groups) <= 8 else [*groups[:3], None, groups[-1]]
+        lines = []
+        for group in shown:
+            if group is None:
+                lines.append(f"... {len(groups) - 4:,} more parts")
+                continue
+            parts = [
+                f"{axis} {own.start:,} to {own.stop - 1:,}"
+                for d, axis in enumerate(self.placement.axes)
+                if len(own := self.placement.own(d, group[0])) < self.placement.shape[d]
+            ]
+            where = ranks_text([first + rank for rank in group])
+            lines.append(f"{', '.join(parts) or 'all of it'}: {where}")
+        return lines
+
+    def _groups(self) -> list[list[int]]:
+        """Ranks of a stage that hold the same, by the part they hold."""
+        stage = dataclasses.replace(self.placement, mesh=self.rules.mesh.stage)
+        return stage.mesh.groups(stage.whole_over)
+
+    def to_json(self) -> Any:
+        p = self.placement
+        return {
+            "path": p.path,
+            "source": list(self.spec.source),
+            "dtype": str(p.dtype).removeprefix("torch."),
+            "dims": [
+                {"axis": a, "size": n, "over": list(over), "local": m, "why": self.rules.why.get(a, "")}
+                for a, n, over, m in zip(p.axes, p.shape, p.dims, p.local, strict=True)
+            ],
+            "bytes": p.bytes,
+            "replicas": p.replicas,
+            "stages": [s.index for s in self.stages],
+            "holders": self._groups(),
+        }
+
+
+def explain_parameter(request: Request, name: str) -> Explained:
+    """How one parameter or state comes to lie where it does.
+
+    Raises:
+        ShardingError: there is none of that name; it cannot be placed, and why.
+    """
+    c, rules = request.config, request.rules()
+    specs = dict(tree.items(model_specs(c)))
+    sizes = sizes_of(specs, c.dtype)
+    padding = legality.pad(sizes, rules) if request.pad else {}
+    states = _place_states(request, rules, _sequence_pages(request, rules)) if name not in specs else {}
+    if name not in specs and name not in states:
+        raise ShardingError(
+            f"{c.name} has no parameter {name!r}; nearest: {', '.join(_near(name, [*specs, *states]))}."
+        )
+    stages = model_stages(c, request.mesh.pipe)
+    if name in states:
+        placement = states[name]
+        spec = ParamSpec(
+            shape=placement.given, axes=placement.axes, source=("",), stored=placement.given, dtype=placement.dtype
+        )
+    else:
+        spec = specs[name]
+        if found := faults(sizes_of({name: spec}, c.dtype), rules, padding):
+            raise ShardingError(_refusal(request, sizes, [*found]))
+        placement = place(name, spec, rules, c.dtype, padding)
+    held = tuple(stages[i] for i in stages_of(name, c, stages))
+    return Explained(request=request, rules=rules, spec=spec, placement=placement, stages=held)
+
+
+def _near(name: str, names: list[str]) -> list[str]:
+    """Names like one that is not there, of the same layer where it has one."""
+    place = re.match(r"(s\.)?(layers|vision\.blocks)\.\d+\.", name)
+    own = [n for n in names if place and n.startswith(place[0])]
+    return difflib.get_close_matches(name, own or names, n=3, cutoff=0.0)
+
+
+# ---- meshes of N devices ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meshes:
+    """Legal meshes of so many devices, each with the bytes of weights of its fullest rank."""
+
+    request: Request
+    devices: int
+    meshes: tuple[tuple[Mesh, int], ...]
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self.meshes)} meshes of {self.devices:,} devices for {self.request.config.name}"
+
+    def text(self) -> str:
+        memory = target(self.request.target).memory_bytes
+        c = self.request.config
+        experts = max((layer.ffn.experts for layer in c.layers if isinstance(layer.ffn, MoeConfig)), default=0)
+        heads = max(m.heads for m in _mixers(c))
+        rows = [("mesh", "heads", "experts", "layers", "weights of a rank", f"fits {self.request.target}")]
+        for mesh, size in self.meshes:
+            fits = "yes" if size <= memory else "no"
+            layers = f"{math.ceil(len(c.layers) / mesh.pipe):,}"
+            rows.append(
+                (str(mesh), str(heads // mesh.tensor), str(experts // mesh.experts), layers, amount(size), fits)
+            )
+        tail = "heads and experts of a rank, layers of a stage; weights alone, without states and activations"
+        return "\n".join([*columns(rows), "", tail])
+
+    def to_json(self) -> Any:
+        return [{"mesh": str(mesh), "weights_bytes": size} for mesh, size in self.meshes]
+
+
+def meshes_of(request: Request, devices: int) -> Meshes:
+    """The legal meshes of a model, fewest stages first."""
+    c = request.config
+    specs = model_specs(c)
+    legal = legality.legal_meshes(sizes_of(specs, c.dtype), devices, request.rules, stages=len(c.layers))
+    return Meshes(
+        request=request,
+        devices=devices,
+        meshes=tuple((mesh, _fullest(c, specs, mesh, request.rules(mesh))) for mesh in legal),
+    )
+
+
+def legal_meshes(config: ModelConfig, devices: int) -> list[Mesh]:
+    """Every mesh of so many devices on which a model can be, without context parallelism and padding."""
+    return [mesh for mesh, _ in meshes_of(Request(config=config, mesh=Mesh()), devices).meshes]
+
+
+def _fullest(c: ModelConfig, specs: Any, mesh: Mesh, rules: Rules) -> int:
+    """Bytes of weights of a rank of the fullest stage; layers that are configured alike are placed once."""
+    stages = model_stages(c, mesh.pipe)
+
+    def size(part: Any) -> int:
+        return 0 if part is None else sum(place("", s, rules, c.dtype).bytes for s in tree.leaves(part) if s)
+
+    by_kind = {layer: size(specs.layers[i]) for i, layer in reversed(list(enumerate(c.layers)))}
+    held = [sum(by_kind[c.layers[i]] for i in s.layers) for s in stages]
+    held[0] += size(specs.embed) + size(specs.vision)
+    held[-1] += size(specs.out_res) + size(specs.norm) + size(specs.head)
+    if c.tied and len(held) > 1:
+        held[-1] += size(specs.embed)
+    return max(held)
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def amount(size: float) -> str:
+    """Bytes for a reader: `43.55 GB`."""
+    unit, name = next(((u, n) for u, n in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if size >= u), (1e3, "KB"))
+    return f"{size / unit:.2f} {name}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0 to 31`, `ranks 0, 8, 16, ... (32)`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]:,}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))) and len(ranks) > 2:
+        return f"ranks {ranks[0]:,} to {ranks[-1]:,}"
+    shown = ", ".join(f"{r:,}" for r in ranks[:4])
+    return f"ranks {shown}" + (f", ... ({len(ranks)})" if len(ranks) > 4 else "")
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Columns: numbers to the right, words to the left; the first row is the head."""
+    aligned = []
+    for cells in zip(*rows, strict=True):
+        width = max(map(len, cells))
+        right = all(re.fullmatch(r"[\d,.]*( [KMGT]B)?", cell) for cell in cells[1:]) and any(cells[1:])
+        aligned.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+
+
+def _few(words: Sequence[str]) -> str:
+    return ", ".join(words if len(words) <= 5 else [*words[:4], f"... ({len(words)})"])
+
+
+def _head(plan: ShardPlan) -> list[str]:
+    r, mesh = plan.request, plan.request.mesh
+    sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in NAMES if getattr(mesh, name) > 1) or "one device"
+    dtype = str(r.config.dtype).removeprefix("torch.")
+    return [
+        f"{r.config.name} on {mesh}, {r.phase}: {mesh.world:,} ranks = {sizes}; ep={mesh.experts}",
+        f"weights as {dtype} (dequantised at load); {r.rows:,} {'sequence' if r.rows == 1 else 'sequences'} of at most "
+        f"{r.length:,} tokens in pages of {PAGE}",
+    ]
+
+
+def _kind_row(kind: Kind) -> tuple[str, ...]:
+    p = kind.placement
+    local = "x".join(map(str, p.local))
+    dtype = "" if p.dtype.itemsize == 2 else str(p.dtype).removeprefix("torch.")
+    return kind.name, str(len(kind.paths)), str(p), local, f"{p.bytes:,}", dtype
+
+
+_STAGE_HEAD = ("stage", "layers", "count", "mixers", "weights", "as released", "states", "hands on, bytes a token")
+
+
+def _stage_row(use: StageUse) -> tuple[str, ...]:
+    s = use.stage
+    mixers = ", ".join(f"{n} {kind}" for kind, n in use.mixers.items())
+    return (
+        str(s.index),
+        f"{s.layers[0]} to {s.layers[-1]}",
+        str(len(s.layers)),
+        mixers,
+        amount(use.weights),
+        amount(use.released),
+        amount(use.states),
+        _edge_text(s),
+    )
+
+
+def _edge_text(s: Stage) -> str:
+    if s.edge is None:
+        return "-"
+    blocks = sum("embed" in spec.axes for spec in s.edge.values.values()) - 1
+    words = ["hidden"] + [f"{blocks} closed blocks"] * (blocks > 0) + ["selection"] * ("selected" in s.edge.values)
+    return f"{s.edge.bytes:,}: {' + '.join(words)} ({', '.join(s.edge.values)})"
+
+
+def _collective_lines(found: dict[str, list[Collective]] | None) -> list[str]:
+    if found is None:
+        return ["collectives of a layer are not listed yet."]
+    rows = [("layer", "collective", "over", "bytes", "line")]
+    for kind, issued in found.items():
+        rows += [(kind, c.op, " x ".join(c.axes), f"{c.bytes:,}", c.source) for c in issued]
+    return columns(rows) if len(rows) > 1 else ["collectives: none, one device has it all."]
+
+
+def _kind_json(kind: Kind) -> dict[str, Any]:
+    p = kind.placement
+    return {
+        "name": kind.name,
+        "part": kind.part,
+        "count": len(kind.paths),
+        "axes": list(p.axes),
+        "shape": list(p.shape),
+        "over": [list(axes) for axes in p.dims],
+        "local": list(p.local),
+        "dtype": str(p.dtype).removeprefix("torch."),
+        "bytes": p.bytes,
+        "replicas": p.replicas,
+    }
+
+
+def _stage_json(use: StageUse) -> dict[str, Any]:
+    s = use.stage
+    edge = None
+    if s.edge is not None:
+        values = {
+            n: {"shape": list(v.shape), "axes": list(v.axes), "dtype": str(v.dtype or s.edge.dtype)}
+            for n, v in s.edge.values.items()
+        }
+        edge = {"values": values, "bytes_per_token": s.edge.bytes}
+    return {
+        "stage": s.index,
+        "layers": [s.layers[0], s.layers[-1]],
+        "mixers": use.mixers,
+        "weights_bytes": use.weights,
+        "released_bytes": use.released,
+        "states_bytes": use.states,
+        "edge": edge,
+    }

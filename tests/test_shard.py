@@ -1,0 +1,272 @@
+"""`kimi-graph shard`: what it says of a model on a mesh, and what it refuses."""
+
+import json
+import math
+import re
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import kimi_graph as kg
+from kimi_graph import cli, tree
+from kimi_graph.compile import targets
+from kimi_graph.errors import CompileError, ConfigError, ShardingError
+from kimi_graph.models import model_specs
+from kimi_graph.parallel import Mesh
+from kimi_graph.parallel.links import DOMAINS, domains_spanned
+from kimi_graph.shard import (
+    Request,
+    columns,
+    explain_parameter,
+    legal_meshes,
+    meshes_of,
+    ranks_text,
+    shard_model,
+)
+
+
+def request(model, mesh, **kwargs):
+    return Request(config=kg.load_config(model), mesh=Mesh.parse(mesh), **kwargs)
+
+
+def command(*arguments):
+    return CliRunner().invoke(cli.app, ["shard", *arguments], prog_name="kimi-graph")
+
+
+@pytest.fixture(scope="module")
+def launch():
+    """The launch line of the model's documentation."""
+    return shard_model(request("kimi-k3.1-pro", "pp=4,tp=32", max_len=1_000_000))
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_every_parameter_is_in_one_kind_and_bytes_of_all_ranks_are_those_of_the_model(launch):
+    config = launch.request.config
+    specs = dict(tree.items(model_specs(config)))
+    assert sorted(path for kind in launch.parameters for path in kind.paths) == sorted(specs)
+    whole = sum(s.numel * (s.dtype or config.dtype).itemsize for s in specs.values())
+    assert whole == sum(kind.bytes * 32 // kind.placement.replicas for kind in launch.parameters)
+
+
+def test_stages_of_k3_are_as_published(launch):
+    stages = launch.to_json()["stages"]
+    assert [s["layers"] for s in stages] == [[0, 23], [24, 46], [47, 69], [70, 92]]
+    assert [s["mixers"]["mla"] for s in stages] == [6, 5, 6, 7]
+    assert [s["edge"] and s["edge"]["bytes_per_token"] for s in stages] == [3 * 14336, 5 * 14336, 7 * 14336, None]
+
+
+def test_weights_as_released_are_those_of_the_published_files():
+    """Experts are MXFP4: 1,560,860,324,864 bytes in all. A_log has 128 entries in the file and 96 here."""
+    (stage,) = shard_model(request("kimi-k3", "tp=1")).stages
+    assert stage.released == 1_560_860_324_864 - 69 * 32 * 4
+
+
+def test_a_tower_that_is_whole_is_said(launch):
+    assert "vision: the tower's 12 heads do not divide over tp=32: every rank computes all of it" in launch.notes
+    (row,) = [w for w in launch.whole if "12 heads" in w[1]]
+    assert row[0] == "tensor" and row[2] == ("vision", "projector")
+
+
+def test_axes_that_cross_hosts_are_said_by_target(launch):
+    assert "tp=32 crosses hosts: a group spans 2 hosts of 16 dies (a3)" in launch.notes
+    near = shard_model(request("kimi-k3.1-pro", "pp=4,tp=32", target="a3-superpod"))
+    assert not [note for note in near.notes if "crosses" in note]
+    wide = shard_model(request("kimi-k3.1-pro", "dp=8,tp=16"))
+    assert [note for note in wide.notes if "crosses" in note] == [
+        "ep=128 crosses hosts: a group spans 8 hosts of 16 dies (a3)"
+    ]
+
+
+def test_what_does_not_fit_a_die_is_said_and_what_fits_is_not(launch):
+    assert not any("does not fit" in note for note in launch.notes)
+    assert any("does not fit" in note for note in shard_model(request("kimi-k3", "tp=8")).notes)
+
+
+def test_states_of_a_rank_have_a_slot_and_a_page_more_than_its_sequences():
+    plan = shard_model(request("kimi-k3.1-pro", "dp=2,cp=2,tp=4", batch=6, max_len=1000))
+    local = {kind.name: kind.placement.local for kind in plan.states}
+    assert local["s.layers.*.kda.memory"] == (3 + 1, 24, 128, 128)
+    assert local["s.layers.*.mla.latent"] == (3 * 8 // 2 + 1, 128, 512)
+    assert [w[1] for w in plan.whole if w[0] == "context" and "kda states" in w[2]] == [
+        "a row's memory lives where the row is computed; along context each rank has the last one's"
+    ]
+
+
+def test_a_million_tokens_are_rounded_to_whole_pages_on_each_rank():
+    plan = shard_model(request("kimi-k3.1-pro", "tp=32", max_len=1_000_000, split_cache=True))
+    (latent,) = [k for k in plan.states if k.name.endswith("latent")]
+    assert latent.placement.local == (math.ceil(math.ceil(1_000_000 / 128) / 32) + 1, 128, 512)
+    assert "caches: 7,813 pages of a sequence rounded up to 7,840, the same on each of its ranks" in plan.notes
+    with pytest.raises(ConfigError, match="1,048,577"):
+        shard_model(request("kimi-k3.1-pro", "tp=32", max_len=1_048_577))
+
+
+def test_heads_that_attention_pads_are_said():
+    notes = shard_model(request("kimi-k3", "tp=8")).notes
+    assert any("12 -> 16: 33% more queries" in note for note in notes)
+    assert not any("more queries" in note for note in shard_model(request("kimi-linear-48b", "tp=4")).notes)
+
+
+def test_experts_on_an_inner_part_are_copied_over_the_rest_and_that_is_said():
+    plan = shard_model(request("kimi-k3", "dp=4,tp=32,ep=64"))
+    (row,) = [w for w in plan.whole if "experts" in w[2]]
+    assert row[:2] == ("data", "ep=64: experts are split over the inner part, and copied over the rest")
+    (kind,) = [k for k in plan.parameters if k.name.endswith("gate_up")]
+    assert (kind.placement.local[0], kind.placement.replicas) == (14, 2)
+
+
+def test_padding_is_taken_only_when_asked_for():
+    with pytest.raises(ShardingError, match="experts=896 does not divide over 1,024"):
+        shard_model(request("kimi-k3", "dp=32,tp=32"))
+    plan = shard_model(request("kimi-k3", "dp=32,tp=32", pad=True))
+    assert "padded: experts 896 -> 1,024" in plan.notes
+    (kind,) = [k for k in plan.parameters if k.name.endswith("gate_up")]
+    assert kind.placement.local[0] == 1
+
+
+@pytest.mark.parametrize("model", ["kimi-linear-48b", "kimi-k2.5", "deepseek-v3.2", "glm-5", "glm-5.2"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_every_model_can_be_on_the_usual_mesh(model, phase):
+    plan = shard_model(request(model, "pp=2,dp=2,tp=8", phase=phase))
+    assert len(plan.stages) == 2
+    assert plan.summary.startswith(f"{model} on pp=2,dp=2,tp=8: 32 ranks, at most ")
+    assert json.loads(json.dumps(plan.to_json()))["mesh"]["axes"]["tensor"] == 8
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_64_ways_of_96_heads_exit_with_1_and_name_the_nearest():
+    result = command("kimi-k3", "--mesh", "tp=64")
+    assert result.exit_code == 1
+    assert "error: kimi-k3 cannot be on tp=64:" in result.output
+    assert "heads=96" in result.output and "nearest 48" in result.output
+    assert "The nearest tp at which everything divides, nothing padded: 32." in result.output
+
+
+def test_a_batch_of_31_is_refused_where_its_rows_are_sent_to_experts():
+    with pytest.raises(ShardingError, match=r"batch: token=31 does not divide over 32 .* Nearest: 32"):
+        shard_model(request("kimi-k3", "tp=32", batch=31, exchange=True))
+    shard_model(request("kimi-k3", "tp=32", batch=32, exchange=True))
+    with pytest.raises(ShardingError, match="--batch: batch=3 does not divide over 2"):
+        shard_model(request("kimi-k3", "dp=2", batch=3))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--mesh", "pp=100"], "pp=100: there are 93 layers"),
+        (["--mesh", "sp=2"], "unknown axis 'sp'"),
+        (["--mesh", "tp=8,ep=16"], "nearest 8"),
+        (["--mesh", "tp=8", "--target", "a4"], "a4"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments, words):
+    result = command("kimi-k3", *arguments)
+    assert result.exit_code == 1
+    (line,) = [line for line in result.output.splitlines() if line.startswith("error:")]
+    assert words in line
+
+
+def test_a_mesh_or_a_number_of_devices_is_needed_and_not_both():
+    for arguments in ([], ["--mesh", "tp=2", "--devices", "4"]):
+        assert command("kimi-k3", *arguments).exit_code == 2
+
+
+# ---- one parameter ---------------------------------------------------------------------------------------------------
+
+
+def test_explaining_a_parameter_says_every_step():
+    text = explain_parameter(request("kimi-k3.1-pro", "pp=4,dp=4,tp=32,ep=128"), "layers.8.kda.query").text()
+    assert "from language_model.model.layers.8.self_attn.q_proj.weight" in text
+    assert re.search(r"0  heads +96  tensor  tensor=32 +3  heads do not depend on each other", text)
+    assert "of a rank [3, 128, 7168], 5,505,024 bytes of 176,160,768" in text
+    assert "stage     0 of 4 (layers 0 to 23): ranks 0 to 127" in text
+    assert "heads 3 to 5: ranks 1, 33, 65, 97" in text
+
+
+def test_explaining_in_a_later_stage_names_that_stages_ranks():
+    found = explain_parameter(request("kimi-k3.1-pro", "pp=4,tp=2"), "layers.92.moe.gate_up")
+    assert "and 1,791 more" in found.text()
+    assert "experts 448 to 895: rank 7" in found.text()
+    assert found.to_json()["stages"] == [3]
+
+
+def test_explaining_states_tied_embeddings_and_padded_axes():
+    state = explain_parameter(request("kimi-k3.1-pro", "cp=2,tp=2"), "s.layers.3.mla.latent").text()
+    assert "a state" in state and "pages 0 to 16: ranks 0, 1" in state
+    padded = explain_parameter(request("kimi-k3", "tp=3", pad=True), "embed").text()
+    assert "padded    to [163842, 7168]" in padded
+
+
+def test_a_name_that_is_not_there_gets_those_of_its_layer():
+    with pytest.raises(ShardingError, match=r"no parameter 'layers.7.kda.query'; nearest: layers\.7\.mla\.query,"):
+        explain_parameter(request("kimi-k3.1-pro", "tp=2"), "layers.7.kda.query")
+    with pytest.raises(ShardingError, match="nearest: embed"):
+        explain_parameter(request("kimi-k3.1-pro", "tp=2"), "embedding")
+    with pytest.raises(ShardingError, match="heads=96 does not divide"):
+        explain_parameter(request("kimi-k3.1-pro", "tp=64"), "layers.8.kda.query")
+
+
+# ---- meshes of N devices ---------------------------------------------------------------------------------------------
+
+
+def test_listed_meshes_have_the_bytes_that_shard_says():
+    config = kg.load_config("kimi-linear-48b")
+    found = meshes_of(Request(config=config, mesh=Mesh()), 8)
+    assert legal_meshes(config, 8) == [mesh for mesh, _ in found.meshes]
+    assert {str(mesh) for mesh, _ in found.meshes} >= {"tp=8", "dp=2,tp=4", "pp=2,tp=4", "pp=8"}
+    for mesh, size in found.meshes[::3]:
+        plan = shard_model(Request(config=config, mesh=mesh))
+        assert max(s.weights for s in plan.stages) == size
+    assert len(found.to_json()) == len(found.meshes)
+    assert "8 devices" in found.summary and "weights of a rank" in found.text()
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_lines_of_the_command_show_stages_notes_and_what_was_made():
+    result = command("kimi-k3.1-pro", "--mesh", "pp=4,tp=32", "--phase", "decode")
+    assert result.exit_code == 0
+    tail = result.stdout.splitlines()[-40:]
+    assert any(line.startswith("the same along") for line in tail)
+    assert any("hidden + 6 closed blocks" in line for line in tail)
+    assert re.fullmatch(r"kimi-k3\.1-pro on pp=4,tp=32: 128 ranks, at most .* of weights each in [\d.]+ s", tail[-1])
+
+
+def test_the_command_prints_json_alone():
+    for arguments in (["--mesh", "tp=4"], ["--mesh", "tp=4", "--explain", "norm"], ["--devices", "4"]):
+        assert json.loads(command("kimi-linear-48b", *arguments, "--json").stdout)
+
+
+def test_a_model_of_93_layers_takes_less_than_a_second_once_torch_is_there():
+    request_ = request("kimi-k3.1-pro", "pp=4,dp=8,tp=32,ep=128")
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        shard_model(request_).text()
+        times.append(time.process_time() - start)
+    assert min(times) < 1.0
+
+
+# ---- links and text --------------------------------------------------------------------------------------------------
+
+
+def test_every_target_has_a_domain():
+    assert set(DOMAINS) == set(targets.TARGETS)
+    with pytest.raises(ShardingError, match="target 'a4' is not known"):
+        domains_spanned(Mesh(tensor=2), "a4")
+    with pytest.raises(CompileError):
+        targets.target("a4")
+
+
+def test_ranks_and_columns_read_well():
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text(range(32)) == "ranks 0 to 31"
+    assert ranks_text([0, 8]) == "ranks 0, 8"
+    assert ranks_text(range(0, 80, 8)) == "ranks 0, 8, 16, 24, ... (10)"
+    assert columns([("name", "bytes"), ("a", "1,000"), ("long", "2")]) == ["name  bytes", "a     1,000", "long      2"]
