@@ -123,6 +123,8 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 def _run(node: fx.Node, values: dict[fx.Node, Any], rank: int) -> Any:
     args, kwargs = pytree.tree_map_only(fx.Node, lambda x: values[x][rank], (node.args, node.kwargs))
+    if "device" in kwargs:  # of a factory that was traced on meta tensors
+        kwargs = {**kwargs, "device": "cpu"}
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 

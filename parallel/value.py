@@ -160,8 +160,11 @@ class Sharded(Value):
         return f"[{', '.join(sizes)}]" + "".join(f"+{axis}" for axis in self.partial)
 
     def like(self, local: Tensor, dims: Sequence[Axes], partial: Sequence[str] = ()) -> "Sharded":
-        """Another value on the same mesh."""
-        return Sharded(self.rules, local, dims, partial)
+        """Another value on the same mesh; a sum that was pending here keeps the line that left it so."""
+        made = Sharded(self.rules, local, dims, partial)
+        if self.partial and self.partial == made.partial:
+            made.source = self.source
+        return made
 
     def dims_with(self, dim: int, *axes: Axes) -> tuple[Axes, ...]:
         """Mesh axes of each dimension, with others in place of dimension `dim`."""
@@ -210,7 +213,7 @@ class Sharded(Value):
         A pending sum that ends up split is a reduce-scatter; one that neither is split nor has to be gathered stays
         pending.
         """
-        x = self._reduced or self
+        x = self if self._reduced is None else self._reduced
         for dim, axes in enumerate(wanted):
             have = x.dims[dim]
             new = axes[len(have) :]

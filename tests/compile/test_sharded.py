@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
 from kimi_graph.compile.sharded import ShardedCapture, check
 from kimi_graph.config import MlaConfig, ModelConfig
-from kimi_graph.errors import ShardingError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
