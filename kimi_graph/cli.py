@@ -403,8 +403,8 @@ def shard(
     as_json: Json = False,
 ) -> None:
     """Say what every rank of a mesh holds, or why the mesh cannot be. Placement, local shape and bytes of each kind of
-    parameter, what is the same on several ranks and why, stages and what they hand on. Traces nothing. Exit code 1 if
-    a size does not divide, with every such size and the nearest legal ones.
+    parameter, what is the same on several ranks and why, stages and what they hand on, the collectives of each kind of
+    layer. Exit code 1 if a size does not divide, with every such size and the nearest legal ones.
 
     \b
     kimi-graph shard kimi-k3.1-pro --mesh pp=4,tp=32

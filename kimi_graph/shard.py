@@ -1,6 +1,7 @@
 """`kimi-graph shard`: what every rank of a mesh holds, from a config alone, or why the mesh cannot be.
 
-Placements come from rules (`parallel/presets.py`), stages from the model's schedule; nothing is traced.
+Placements come from rules (`parallel/presets.py`), stages from the model's schedule, collectives from tracing each kind
+of part once on meta tensors. No weights are read.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 from . import formats, tree
 from .check import ORDER
 from .checkpoint import released_formats
+from .compile.phases import Bucket, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
 from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
 from .errors import ShardingError
@@ -24,6 +26,7 @@ from .models.decoder import is_sparse, model_specs, state_specs
 from .models.pipeline import model_stages, stages_of
 from .ops.attention import power_of_two
 from .parallel import legality
+from .parallel.collectives import Issued
 from .parallel.legality import Size, faults, sizes_of
 from .parallel.links import DOMAINS, domains_spanned
 from .parallel.mesh import FLAGS, NAMES, Mesh
@@ -34,6 +37,7 @@ from .parallel.stages import Stage
 from .spec import ParamSpec
 
 PAGE, CHUNK, MAX_LEN = 128, 512, 4096  # tokens of a page, of a prefill step, and of the longest sequence unless told
+PATCHES = 4096  # of a picture
 LIKE = {"data": "rows of a batch are split, not weights", "context": "tokens are split, not weights"}
 
 
@@ -104,14 +108,19 @@ class StageUse:
     states: int
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a layer: what, over which mesh axes, bytes of a rank, and the author's line."""
+@dataclass(frozen=True, kw_only=True)
+class PartUse:
+    """What crosses devices in one kind of part ("kda", "moe", "embed").
 
-    op: str
-    axes: tuple[str, ...]
-    bytes: int
-    source: str
+    Attributes:
+        count: how often a step has the part. issued: its collectives in order.
+        refused: why the part cannot run on this mesh, with the author's line; empty where it can.
+    """
+
+    part: str
+    count: int
+    issued: tuple[Issued, ...] = ()
+    refused: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +130,7 @@ class ShardPlan:
     Attributes:
         padding: physical sizes, by logical axis and size. parameters, states: by kind, in reading order.
         whole: what is the same along a direction: (direction, why, parts, bytes of a copy).
-        collectives: of each kind of layer; None: not known here.
+        collectives: of each kind of part that has any, or that cannot run.
     """
 
     request: Request
@@ -131,14 +140,15 @@ class ShardPlan:
     states: tuple[Kind, ...]
     stages: tuple[StageUse, ...]
     whole: tuple[tuple[str, str, tuple[str, ...], int], ...]
-    collectives: dict[str, list[Collective]] | None
+    collectives: tuple[PartUse, ...]
     notes: tuple[str, ...]
 
     @property
     def summary(self) -> str:
         r = self.request
         most = max(s.weights for s in self.stages)
-        return f"{r.config.name} on {r.mesh}: {r.mesh.world:,} ranks, at most {amount(most)} of weights each"
+        ranks = "one rank" if r.mesh.world == 1 else f"{r.mesh.world:,} ranks"
+        return f"{r.config.name} on {r.mesh}: {ranks}, at most {amount(most)} of weights each"
 
     def text(self) -> str:
         lines = [
@@ -153,7 +163,7 @@ class ShardPlan:
             rows += [(d, f"{size:,}", _few(parts), why) for d, why, parts, size in self.whole]
             lines += ["", *columns(rows)]
         lines += ["", *columns([_STAGE_HEAD, *map(_stage_row, self.stages)]), ""]
-        lines += _collective_lines(self.collectives)
+        lines += [*_collective_lines(self.collectives), ""]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def to_json(self) -> Any:
@@ -172,9 +182,7 @@ class ShardPlan:
             "states": [_kind_json(k) for k in self.states],
             "whole": [{"along": d, "why": w, "parts": list(p), "bytes": n} for d, w, p, n in self.whole],
             "stages": [_stage_json(s) for s in self.stages],
-            "collectives": None
-            if self.collectives is None
-            else {kind: [dataclasses.asdict(c) for c in issued] for kind, issued in self.collectives.items()},
+            "collectives": [_part_json(part) for part in self.collectives],
             "notes": list(self.notes),
         }
 
@@ -209,14 +217,51 @@ def shard_model(request: Request) -> ShardPlan:
         states=kinds,
         stages=tuple(_stage_uses(c, stages, params, states, _released(c, specs))),
         whole=tuple(_whole([*parameters, *kinds], rules)),
-        collectives=collectives_of(c, rules, request.phase),
+        collectives=tuple(collectives_of(request, rules, padding, pages)),
         notes=tuple(_notes(request, rules, stages, params, states, padding, pages)),
     )
 
 
-def collectives_of(config: ModelConfig, rules: Rules, phase: str) -> dict[str, list[Collective]] | None:
-    """The collectives of each kind of layer; None: they are not derived here."""
-    return None
+def collectives_of(r: Request, rules: Rules, padding: Padding, pages: int) -> Iterator[PartUse]:
+    """What crosses devices in each kind of part, by tracing it once where it is first."""
+    c, bucket = _physical(r.config, padding), _bucket(r, rules, pages)
+    trace, schedule = sharded_piece_tracer(c, bucket, rules), uses(c, bucket)
+    first = {_kind_of(use.part): use for use in reversed(schedule)}
+    counts = Counter(_kind_of(use.part) for use in schedule)
+    for part in dict.fromkeys(_kind_of(use.part) for use in schedule):
+        try:
+            issued = tuple(trace(first[part]).collectives)
+        except ShardingError as error:
+            yield PartUse(part=part, count=counts[part], refused=str(error))
+        else:
+            if issued:
+                yield PartUse(part=part, count=counts[part], issued=issued)
+
+
+def _kind_of(part: str) -> str:
+    """A part without the number of blocks that it mixes: they are alike in what crosses devices."""
+    return part.rstrip("0123456789")
+
+
+def _bucket(r: Request, rules: Rules, pages: int) -> Bucket:
+    """The shapes of a step, of all ranks together."""
+    slots, pool = _pools(r, rules, pages)
+    tokens = {"vision": PATCHES, "prefill": CHUNK, "decode": 1}[r.phase]
+    return Bucket(
+        phase=r.phase, rows=r.rows, tokens=tokens, page=PAGE, pages=pool, sequence_pages=pages, slots=slots,
+        images=0 if r.config.vision is None else PATCHES // math.prod(r.config.vision.merge),
+    )  # fmt: skip
+
+
+def _physical(c: ModelConfig, padding: Padding) -> ModelConfig:
+    """The model with padded sizes in place of its own, for shapes alone."""
+
+    def padded(ffn: Any) -> Any:
+        experts = getattr(ffn, "experts", 0)
+        return dataclasses.replace(ffn, experts=padding[key]) if (key := ("experts", experts)) in padding else ffn
+
+    layers = tuple(dataclasses.replace(layer, ffn=padded(layer.ffn)) for layer in c.layers) if padding else c.layers
+    return dataclasses.replace(c, vocab=padding.get(("vocab", c.vocab), c.vocab), layers=layers)
 
 
 def _chosen(r: Request) -> Iterator[Size]:
@@ -246,10 +291,8 @@ def _sequence_pages(r: Request, rules: Rules) -> int:
 
 
 def _place_states(r: Request, rules: Rules, pages: int) -> dict[str, Placement]:
-    """States of all layers. Every rank's pools have a slot and a page more, which are nobody's."""
-    rows = r.rows // r.mesh.data
-    slots = (rows + 1) * rules.ways("slots")
-    pool = (rows * pages // rules.ways("cached") + 1) * rules.ways("pages")
+    """States of all layers."""
+    slots, pool = _pools(r, rules, pages)
     specs = state_specs(r.config, slots=slots, pages=pool, page=PAGE, dtype=r.config.dtype)
     kinds = [layer.kinds[0] for layer in r.config.layers]
     named = {f"s.layers.{i}.{kinds[i]}": s for i, s in enumerate(specs)}
@@ -258,6 +301,13 @@ def _place_states(r: Request, rules: Rules, pages: int) -> dict[str, Placement]:
         for prefix, s in named.items()
         for path, spec in tree.items(s)
     }
+
+
+def _pools(r: Request, rules: Rules, pages: int) -> tuple[int, int]:
+    """Slots and pages of all ranks. Every rank's pools have one more than its sequences need, which is nobody's."""
+    rows = r.rows // r.mesh.data
+    pool = rows * pages // rules.ways("cached") + 1
+    return (rows + 1) * rules.ways("slots"), pool * rules.ways("pages")
 
 
 # ---- by kind and by stage --------------------------------------------------------------------------------------------
@@ -661,13 +711,35 @@ def _edge_text(s: Stage) -> str:
     return f"{s.edge.bytes:,}: {' + '.join(words)} ({', '.join(s.edge.values)})"
 
 
-def _collective_lines(found: dict[str, list[Collective]] | None) -> list[str]:
-    if found is None:
-        return ["collectives of a layer are not listed yet."]
-    rows = [("layer", "collective", "over", "bytes", "line")]
-    for kind, issued in found.items():
-        rows += [(kind, c.op, " x ".join(c.axes), f"{c.bytes:,}", c.source) for c in issued]
-    return columns(rows) if len(rows) > 1 else ["collectives: none, one device has it all."]
+def _collective_lines(parts: Sequence[PartUse]) -> list[str]:
+    """A line for each collective of each kind of part, and what a step has in all."""
+    rows = [("part", "#", "collective", "over", "of a rank", "bytes", "line")]
+    for part in parts:
+        for i in part.issued:
+            local = "x".join(map(str, i.shape))
+            cells = (i.name, " x ".join(i.axes), local, f"{i.bytes:,}", i.source)
+            rows.append((part.part, str(part.count), *cells))
+    count = sum(part.count * len(part.issued) for part in parts)
+    size = sum(part.count * i.bytes for part in parts for i in part.issued)
+    total = f"a step through all stages: {count:,} collectives, {size:,} bytes"
+    lines = [*columns(rows), total] if count else []
+    lines += [f"{part.part} cannot run on this mesh yet: {part.refused}" for part in parts if part.refused]
+    return lines or ["no collectives."]
+
+
+def _part_json(part: PartUse) -> dict[str, Any]:
+    issued = [
+        {
+            "collective": i.name,
+            "axes": list(i.axes),
+            "shape": list(i.shape),
+            "dtype": str(i.dtype).removeprefix("torch."),
+            "bytes": i.bytes,
+            "source": i.source,
+        }
+        for i in part.issued
+    ]
+    return {"part": part.part, "count": part.count, "issued": issued, "refused": part.refused}
 
 
 def _kind_json(kind: Kind) -> dict[str, Any]:

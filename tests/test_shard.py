@@ -136,6 +136,52 @@ def test_every_model_can_be_on_the_usual_mesh(model, phase):
     assert json.loads(json.dumps(plan.to_json()))["mesh"]["axes"]["tensor"] == 8
 
 
+@pytest.mark.parametrize("tensor", [8, 16, 32])
+def test_a_decode_layer_of_k3_has_one_collective_for_its_mixer_and_three_for_its_experts(tensor):
+    plan = shard_model(request("kimi-k3.1-pro", f"pp=4,tp={tensor}", batch=2))
+    found = {p.part: [(i.name, i.axes, i.shape) for i in p.issued] for p in plan.collectives}
+    hidden = ("all_reduce", ("tensor",), (2, 1, 7168))
+    assert found["kda"] == found["mla"] == found["dense"] == found["embed"] == [hidden]
+    gathered = ("all_gather", ("tensor",), (2, 3584 // tensor))
+    assert found["moe"] == [gathered, ("all_reduce", ("tensor",), (2, 3584)), hidden]
+    assert {p.part: p.count for p in plan.collectives} == {"embed": 1, "kda": 69, "mla": 24, "dense": 1, "moe": 92}
+    lines = {i.source.split(":")[0] for p in plan.collectives for i in p.issued}
+    assert lines == {"models/decoder.py", "layers/kda.py", "layers/mla.py", "layers/ffn.py", "layers/moe.py"}
+
+
+def test_experts_over_data_read_all_rows_and_sum_over_both():
+    plan = shard_model(request("kimi-k3", "dp=2,tp=4"))
+    (moe,) = [p for p in plan.collectives if p.part == "moe"]
+    assert [(i.name, i.axes) for i in moe.issued] == [
+        ("all_gather", ("data",)), ("all_gather", ("tensor",)), ("all_reduce", ("data", "tensor")),
+        ("all_reduce", ("tensor",)),
+    ]  # fmt: skip
+
+
+def test_one_device_has_no_collectives_and_a_whole_tower_has_none():
+    assert shard_model(request("kimi-linear-48b", "tp=1")).collectives == ()
+    assert shard_model(request("kimi-k3", "tp=8", phase="vision")).collectives == ()
+    assert "no collectives." in shard_model(request("kimi-linear-48b", "pp=3")).text()
+
+
+def test_padded_experts_and_vocabulary_are_traced_as_padded():
+    plan = shard_model(request("kimi-k3", "tp=3", pad=True))
+    assert not any(p.refused for p in plan.collectives)
+
+
+def test_a_part_that_a_layer_cannot_do_on_the_mesh_says_so_with_its_line(monkeypatch):
+    def refuses(*_):
+        def trace(use):
+            raise ShardingError("layers/kda.py:129: it cannot.")
+
+        return trace
+
+    monkeypatch.setattr("kimi_graph.shard.sharded_piece_tracer", refuses)
+    plan = shard_model(request("kimi-linear-48b", "tp=2"))
+    assert "kda cannot run on this mesh yet: layers/kda.py:129: it cannot." in plan.text()
+    assert plan.to_json()["collectives"][1]["refused"]
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +285,12 @@ def test_the_last_lines_of_the_command_show_stages_notes_and_what_was_made():
 
 
 def test_the_command_prints_json_alone():
-    for arguments in (["--mesh", "tp=4"], ["--mesh", "tp=4", "--explain", "norm"], ["--devices", "4"]):
+    for arguments in (
+        ["--mesh", "tp=4"],
+        ["--mesh", "pp=2,tp=4"],
+        ["--mesh", "tp=4", "--explain", "norm"],
+        ["--devices", "4"],
+    ):
         assert json.loads(command("kimi-linear-48b", *arguments, "--json").stdout)
 
 
