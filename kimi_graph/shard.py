@@ -162,7 +162,8 @@ class ShardPlan:
             rows = [("the same along", "bytes", "what", "why")]
             rows += [(d, f"{size:,}", _few(parts), why) for d, why, parts, size in self.whole]
             lines += ["", *columns(rows)]
-        lines += ["", *columns([_STAGE_HEAD, *map(_stage_row, self.stages)]), ""]
+        world = self.request.mesh.stage.world
+        lines += ["", *columns([_STAGE_HEAD, *(_stage_row(use, world) for use in self.stages)]), ""]
         lines += [*_collective_lines(self.collectives), ""]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -246,7 +247,7 @@ def _kind_of(part: str) -> str:
 def _bucket(r: Request, rules: Rules, pages: int) -> Bucket:
     """The shapes of a step, of all ranks together."""
     slots, pool = _pools(r, rules, pages)
-    tokens = {"vision": PATCHES, "prefill": CHUNK, "decode": 1}[r.phase]
+    tokens = {"vision": PATCHES, "prefill": _chunk(r), "decode": 1}[r.phase]
     return Bucket(
         phase=r.phase, rows=r.rows, tokens=tokens, page=PAGE, pages=pool, sequence_pages=pages, slots=slots,
         images=0 if r.config.vision is None else PATCHES // math.prod(r.config.vision.merge),
@@ -267,9 +268,14 @@ def _physical(c: ModelConfig, padding: Padding) -> ModelConfig:
 def _chosen(r: Request) -> Iterator[Size]:
     """Sizes that the command line chooses."""
     yield Size(axis="batch", size=r.rows, path="--batch", count=0)
-    tokens = 1 if r.phase == "decode" else CHUNK
+    tokens = 1 if r.phase == "decode" else _chunk(r)
     if r.exchange and r.rows % r.mesh.data == 0:
         yield Size(axis="token", size=r.rows * tokens, path="--batch", count=0)
+
+
+def _chunk(r: Request) -> int:
+    """Tokens of a prefill step, the same number on each rank along context."""
+    return -(-CHUNK // r.mesh.context) * r.mesh.context
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
@@ -685,14 +691,19 @@ def _kind_row(kind: Kind) -> tuple[str, ...]:
     return kind.name, str(len(kind.paths)), str(p), local, f"{p.bytes:,}", dtype
 
 
-_STAGE_HEAD = ("stage", "layers", "count", "mixers", "weights", "as released", "states", "hands on, bytes a token")
+_STAGE_HEAD = (
+    "stage", "ranks", "layers", "count", "mixers", "weights", "as released", "states", "hands on, bytes a token",
+)  # fmt: skip
 
 
-def _stage_row(use: StageUse) -> tuple[str, ...]:
+def _stage_row(use: StageUse, world: int) -> tuple[str, ...]:
+    """`world`: ranks of a stage."""
     s = use.stage
+    ranks = range(s.index * world, (s.index + 1) * world)
     mixers = ", ".join(f"{n} {kind}" for kind, n in use.mixers.items())
     return (
         str(s.index),
+        ranks_text(ranks).removeprefix("ranks ").removeprefix("rank "),
         f"{s.layers[0]} to {s.layers[-1]}",
         str(len(s.layers)),
         mixers,

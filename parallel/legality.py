@@ -192,10 +192,12 @@ def legal_meshes(
 
 def nearest_tensor(sizes: Iterable[Size], mesh: Mesh, rules_of: Callable[[Mesh], Rules]) -> int | None:
     """The size of the tensor axis nearest to the mesh's at which everything divides; None: there is none but 1."""
-    sizes = list(sizes)
+    sizes, rules = list(sizes), rules_of(mesh)
+    split = [s.size for s in sizes if "tensor" in directions(mesh, rules.on(s.axis)) and s.axis != "experts"]
 
     def fits(tensor: int) -> bool:
-        return not faults(sizes, rules_of(Mesh(pipe=mesh.pipe, data=1, context=mesh.context, tensor=tensor)))
+        made = Mesh(pipe=mesh.pipe, context=mesh.context, tensor=tensor, experts=1)
+        return not faults(sizes, rules_of(made))
 
-    legal = [n for n in range(2, 2 * mesh.tensor + 1) if n != mesh.tensor and fits(n)]
+    legal = [n for n in divisors(min(split, default=1))[1:] if n != mesh.tensor and fits(n)]
     return nearest(mesh.tensor, legal) if legal else None

@@ -20,6 +20,8 @@ from kimi_graph.errors import ShardingError
 FLAGS = {"pp": "pipe", "dp": "data", "cp": "context", "tp": "tensor", "ep": "experts"}
 NAMES = ("pipe", "data", "context", "tensor")  # outermost first
 
+MAX_RANKS = 2**20  # a hundred times the largest machine; lists of ranks stay short
+
 Axes = tuple[str, ...]
 
 
@@ -45,7 +47,7 @@ class Mesh:
             experts are nearly all of a model's bytes (96 % of K3's), and a smaller number keeps copies of them.
 
     Raises:
-        ShardingError: a size below 1, or experts that are no inner part.
+        ShardingError: a size below 1, more than `MAX_RANKS`, or experts that are no inner part.
     """
 
     pipe: int = 1
@@ -58,6 +60,8 @@ class Mesh:
         for flag, name in list(FLAGS.items())[:4]:
             if getattr(self, name) < 1:
                 raise ShardingError(f"mesh: {flag}={getattr(self, name)}, expected 1 or more.")
+        if self.world > MAX_RANKS:
+            raise ShardingError(f"mesh: {self.world:,} ranks, at most {MAX_RANKS:,}.")
         if self.experts == 0:
             object.__setattr__(self, "experts", self.data * self.tensor)
         if self.experts not in self.expert_sizes:

@@ -142,8 +142,9 @@ def test_legal_meshes_are_all_those_that_place_every_parameter(devices):
 
 def test_the_nearest_tensor_size_divides_everything(k3, sizes):
     assert nearest_tensor(sizes, Mesh.parse("tp=64"), lambda m: preset(k3, m)) == 32
-    odd = [Size(axis="heads", size=7, path="p")]
-    assert nearest_tensor(odd, Mesh(tensor=2), lambda m: Rules.of(m, {"heads": "tensor"})) is None
+    for size, best in ((7, 7), (1, None)):
+        odd = [Size(axis="heads", size=size, path="p")]
+        assert nearest_tensor(odd, Mesh(tensor=2), lambda m: Rules.of(m, {"heads": "tensor"})) == best
 
 
 @pytest.mark.parametrize(

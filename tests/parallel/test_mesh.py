@@ -97,6 +97,7 @@ def test_experts_take_all_of_data_x_tensor_unless_told():
         ("", "names no axis"),
         ("dp=2,tp=6,ep=4", "Legal: 1, 2, 3, 6, 12; nearest 3"),
         ("tp=8,ep=16", "nearest 8"),
+        ("dp=1000000,tp=2", "2,000,000 ranks, at most 1,048,576"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_in_plain_words(text, words):

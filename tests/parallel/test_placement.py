@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kimi_graph.errors import ShardingError
 from kimi_graph.parallel import Mesh, Rules, place, place_tree, shard, unshard
+from kimi_graph.parallel.simulate import scatter
 from kimi_graph.spec import weight
 
 MESH = Mesh.parse("pp=2,dp=2,tp=4,ep=8")
@@ -63,6 +64,15 @@ def test_what_is_taken_apart_is_put_together_again(axes, text, data):
     parts = [shard(x, p, rank) for rank in range(mesh.world)]
     assert all(tuple(part.shape) == p.local and part.is_contiguous() for part in parts)
     assert torch.equal(unshard(parts, p), x)
+
+
+@pytest.mark.parametrize("axes", ["heads embed", "experts embed", "batch heads", "_ batch"])
+def test_a_tensor_is_taken_apart_as_the_lockstep_run_takes_it(axes):
+    p = placed((16, 8), axes)
+    x = torch.arange(128.0).view(16, 8)
+    mesh = MESH.stage
+    for rank, part in enumerate(scatter(mesh, x, p.dims)):
+        assert torch.equal(shard(x, p, rank), part)
 
 
 def test_padding_is_zeros_at_the_end_and_is_cut_off():
