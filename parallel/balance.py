@@ -2,7 +2,8 @@
 
 A rank has a fixed number of slots, a slot holds one expert, a busy expert may have several. An expert is always
 somewhere and never twice on one rank. Its tokens are shared out evenly over its copies. The table is an input of the
-graphs, and so are the weights: a new table is a plan of weight moves and a swap of the table, with no new graph.
+graphs, and so are the weights: a new table is a plan of weight moves and a swap of the table, with no new graph. Rank r
+of a table is the r-th of every group along the mesh axes that split experts, its slots what such a rank holds of them.
 
     plan = balance(loads, slots=1024, ranks=128, previous=plan.table)
     plan.table, plan.moves, plan.skew

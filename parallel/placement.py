@@ -73,6 +73,10 @@ class Placement:
         first = self.mesh.index(rank, self.dims[dim]) * size
         return range(first, first + size)
 
+    def where(self, dim: int, index: int) -> list[int]:
+        """The ranks that hold an index of a dim: those that have expert 17."""
+        return [rank for rank in range(self.mesh.world) if index in self.own(dim, rank)]
+
     def __str__(self) -> str:
         """`[896@tensor, 2, 3072, 3584]`."""
         parts = (
@@ -163,7 +167,7 @@ def unshard(parts: Sequence[Tensor], placement: Placement, *, tolerance: float =
         elif not _same(view, part, tolerance):
             raise ShardingError(
                 f"{placement.path}: ranks {owner} and {rank} should hold the same part but differ by "
-                f"{float((view - part).abs().max()):.2e}, allowed {tolerance:.0e}."
+                f"{float((view.double() - part.double()).abs().max()):.2e}, allowed {tolerance:.0e}."
             )
     return whole[tuple(slice(size) for size in placement.given)]
 

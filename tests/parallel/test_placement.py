@@ -38,6 +38,12 @@ def test_experts_over_data_and_tensor_count_through_both():
     assert [list(p.own(0, rank)) for rank in (0, 1, 7)] == [[0, 1], [2, 3], [14, 15]]
 
 
+def test_an_expert_is_where_some_rank_owns_it_in_each_stage():
+    p = placed((16, 6), "experts embed")
+    assert p.where(0, 15) == [7, 15]
+    assert p.where(1, 0) == list(range(16))
+
+
 def test_ranks_of_other_stages_hold_parts_alike():
     p = placed((16, 6), "experts embed")
     assert p.own(0, 8) == p.own(0, 0)
