@@ -88,6 +88,7 @@ def block_specs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Block[ParamS
     )
 
 
+@functools.lru_cache(maxsize=2)  # 0.1 s for K3, whose specs name 250,000 tensors
 def model_specs(c: ModelConfig) -> Decoder[ParamSpec]:
     """Every parameter of the model, with the released checkpoint's names."""
     text = f"{c.names.prefix}model."
