@@ -18,6 +18,7 @@ from torch import fx
 
 from kimi_graph.errors import CompileError
 from kimi_graph.ops import OPERATORS
+from kimi_graph.parallel.collectives import COLLECTIVES
 
 from .air import NOTES
 from .ge_proto import GraphDef, ModelDef, OpDef, describe, describe_inputs, is_unfed, split_edge
@@ -37,17 +38,20 @@ class Converted:
             of an FX call is known (shape and dtype); what converters make in between may be unknown.
         sources: file and line by op name. edges: of the results of each FX call, by its name.
         choices: which operators lowerings chose and why, in the order of the graph.
+        added: names of the inputs that lowerings added.
     """
 
     model: ModelDef
     sources: dict[str, str]
     edges: dict[str, list[str]]
     choices: tuple[Choice, ...] = ()
+    added: tuple[str, ...] = ()
 
 
 def default_lowerings() -> dict[Any, Lowering]:
-    """Ours: of every operator that has one, and of ATen operators that torchair lacks."""
-    return ATEN | {op.op: op.lower for op in OPERATORS.values() if op.lower is not None}
+    """Ours: of every operator that has one, of collectives, and of ATen operators that torchair lacks."""
+    operators = {op.op: op.lower for op in OPERATORS.values() if op.lower is not None}
+    return ATEN | operators | {c.op: c.lower for c in COLLECTIVES.values()}
 
 
 def convert(
@@ -76,7 +80,7 @@ def convert(
         for node in module.graph.nodes:
             walk.visit(node)
     model = _finish(ModelDef.FromString(graph.SerializeToString()))
-    return Converted(model, walk.sources, walk.edges(), tuple(walk.room.choices))
+    return Converted(model, walk.sources, walk.edges(), tuple(walk.room.choices), tuple(walk.room.extra_inputs))
 
 
 class _Walk:

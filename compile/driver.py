@@ -17,6 +17,7 @@ from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
+from kimi_graph.parallel import Rules
 
 from . import air, bundle, constants
 from .capture import Captured
@@ -25,10 +26,19 @@ from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef
 from .lower import Choice
-from .manifest import GENERATED, graph_entry, state_contract, weight_plan
+from .manifest import graph_entry, state_contract, weight_plan
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
-from .phases import Bucket, capture_pieces, fold_piece, parameter_path, place_of, state_name, uses
+from .phases import (
+    Bucket,
+    capture_pieces,
+    capture_sharded_pieces,
+    fold_piece,
+    parameter_path,
+    place_of,
+    state_name,
+    uses,
+)
 from .prototype_rows import ROWS
 from .prototypes import Prototypes
 from .recipe import Step
@@ -166,12 +176,23 @@ class Clock:
 # ---- one graph -------------------------------------------------------------------------------------------------------
 
 
-def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = None) -> Graph:
-    """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers."""
+def build_graph(
+    request: Request, b: Bucket, host: Host, clock: Clock | None = None, *, rules: Rules | None = None
+) -> Graph:
+    """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers.
+
+    Args:
+        rules: of a mesh: the graph that each of its ranks runs (`own_index.*` inputs say where it stands). Sizes of `b`
+            are those of all ranks together.
+    """
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
     with clock.step("trace"):
-        captured = capture_pieces(request.config, b)
+        if rules is None:
+            captured = capture_pieces(request.config, b)
+        else:
+            sharded = capture_sharded_pieces(request.config, b, rules)
+            captured = {name: piece.captured for name, piece in sharded.items()}
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
@@ -203,7 +224,7 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     folded = fold_piece(captured)
     made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
-    inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
+    inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {name: name for name in made.added}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     try:
         infer_shapes(made.model)

@@ -22,6 +22,7 @@ from .torchair_host import Host
 Value = Any  # torchair's Tensor: an edge of the graph
 
 CAUSAL_MASK = "causal_mask"
+OWN_INDEX = "own_index."  # begins the names of inputs that say where a rank stands
 CAUSAL_MASK_SIZE = 2048  # of CANN's compressed masks, whatever the lengths
 
 
@@ -204,6 +205,21 @@ class Room:
             size = (CAUSAL_MASK_SIZE, CAUSAL_MASK_SIZE)
             self.extra_inputs[CAUSAL_MASK] = self.input(CAUSAL_MASK, size, torch.bool)
         return self.extra_inputs[CAUSAL_MASK]
+
+    def own_index(self, axes: str, times: int, dtype: torch.dtype) -> Value:
+        """Where a rank stands along mesh axes, times a number: `[1]`.
+
+        An input of the graph, `own_index.<axes>`: the graph and its file are the same for every rank.
+        """
+        name = f"{OWN_INDEX}{axes.replace(',', '.')}"
+        if name not in self.extra_inputs:
+            self.extra_inputs[name] = self.input(name, (1,), torch.int64)
+        index = self.cast(self.extra_inputs[name], dtype)
+        if times == 1:
+            return index
+        return self.once(
+            (name, times, dtype), lambda: self.mark(self.Mul(index, self.const([times], dtype)), (1,), dtype)
+        )
 
     def input(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Value:
         """A new input of the graph, after those there are."""

@@ -247,7 +247,15 @@ def graph_inputs(c: ModelConfig, b: Bucket) -> dict[str, Tensor]:
 
 def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:
     """Every kind of part the model needs, captured where it is used first."""
-    trace = piece_tracer(c, b)
+    return _first_of_each(c, b, piece_tracer(c, b))
+
+
+def capture_sharded_pieces(c: ModelConfig, b: Bucket, rules: Rules) -> dict[str, ShardedCapture]:
+    """`capture_pieces` on a mesh: each once, for all ranks."""
+    return _first_of_each(c, b, sharded_piece_tracer(c, b, rules))
+
+
+def _first_of_each(c: ModelConfig, b: Bucket, trace: Callable[[Use], Any]) -> dict[str, Any]:
     first: dict[str, Use] = {}
     for use in uses(c, b):
         first.setdefault(use.part, use)

@@ -80,6 +80,7 @@ _MATH = "registration in ops-math"
 _NN = "registration in ops-nn"
 _BOTH = "torchair's helper, and the registration in ops-math"
 _PLAIN = "torchair's helper"
+_HCOM = "torchair's helper; BF16 is in GE's type map of collectives, not in the registration"
 
 
 def _basic(types: str, same: str = "", more: str = "", attrs: str = "", source: str = _PLAIN) -> list[Row]:
@@ -127,6 +128,9 @@ BASIC = [
     *_basic("Cast", more="x y: HIF8/E5M2/E4M3", source=_BOTH),
     *_basic("Fill Range Shape ZerosLike OnesLike SoftmaxV2 BatchMatMulV2 MatMulV2"),
     *_basic("MatMul BatchMatMul", same="x1 x2 y"),
+    *_basic("HcomAllGather", same="x y", more="x y: BF16", source="torchair's helper, and the registration in hccl"),
+    *_basic("HcomAllReduce HcomReduceScatter HcomAllToAll", same="x y", more="x y: BF16", source=_HCOM),
+    *_basic("HcomAllToAllV", same="send_data recv_data", more="send_data recv_data: BF16", source=_HCOM),
     # Complete rows although helpers exist: what is written in place must be known without torchair too.
     Row(
         type="Assign",

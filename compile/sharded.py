@@ -58,17 +58,23 @@ def capture_on(
     Raises:
         ShardingError: a size that does not divide, or a step that the strict values refuse; with the author's line.
     """
-    ins = {name: _input_dims(rules, name, x, a) for (name, x), a in zip(tree.items(args), _texts(axes), strict=True)}
+    placed = tree.map_with_path(lambda name, x, a: _Placed(_input_dims(rules, name, x, _text(a))), args, axes)
+    ins = {name: p.dims for name, p in tree.items(placed)}
     outs = {name: dims_of(rules, _text(a)) for name, a in tree.items(out_axes)}
 
     def on_mesh(**local: Any) -> dict[str, Any]:
-        dims, wanted = iter(ins.values()), iter(outs.values())
-        out = f(**tree.map(lambda x: Sharded(rules, x, next(dims)), local))
-        return tree.map(lambda x, _: _finished(rules, x, next(wanted)), out, out_axes)
+        out = f(**tree.map(lambda x, p: Sharded(rules, x, p.dims), local, placed))
+        return tree.map(lambda x, a: _finished(rules, x, dims_of(rules, _text(a))), out, out_axes)
 
-    dims = iter(ins.values())
-    captured = capture(on_mesh, tree.map(lambda x: _local(rules, x, next(dims)), args))
-    return ShardedCapture(captured, rules, ins, outs)
+    captured = capture(on_mesh, tree.map(lambda x, p: _local(rules, x, p.dims), args, placed))
+    return ShardedCapture(captured, rules, ins, {name: outs[name] for name in captured.outputs})
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A leaf of a tree: mesh axes of each dimension."""
+
+    dims: tuple[Axes, ...]
 
 
 def dims_of(rules: Rules, axes: str) -> tuple[Axes, ...]:
@@ -78,10 +84,6 @@ def dims_of(rules: Rules, axes: str) -> tuple[Axes, ...]:
 
 def _text(axes: Any) -> str:
     return " ".join(axes.axes) if isinstance(axes, ParamSpec) else axes
-
-
-def _texts(axes: Any) -> list[str]:
-    return [_text(a) for a in tree.leaves(axes)]
 
 
 def _input_dims(rules: Rules, name: str, x: Tensor, axes: str) -> tuple[Axes, ...]:

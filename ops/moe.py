@@ -64,14 +64,16 @@ def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
 
 
 @operator(sharding="n d, n k -> m d, m, e", whole="nkme")
-def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def moe_dispatch(x: Tensor, chosen: Tensor, experts: int, others: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Copy each row once per chosen expert, sorted by expert (rows of one expert stay in order).
 
     Args:
-        x: `[N, D]`. chosen: `[N, K]` int32; copies for ids of E and above go last, into no group. experts: E.
+        x: `[N, D]`. chosen: `[N, K]` int32, ids of E + others experts. experts: E, those that are here.
+        others: those that are on other devices: copies for them go last, into no group.
 
     Returns:
-        rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k; group sizes `[E]` int64.
+        rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k, -1 for those of other devices;
+        group sizes `[E]` int64.
     """
     if chosen.numel() <= 4 * FEW:
         return _dispatch_few(x, chosen, experts)
@@ -80,7 +82,7 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tenso
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(flat), device=x.device))
     return (
         x.index_select(0, order // chosen.shape[1]),
-        place.int(),
+        torch.where(flat < experts, place, -1).int() if others else place.int(),
         torch.bincount(flat, minlength=experts)[:experts],
     )
 
@@ -89,10 +91,10 @@ def _dispatch_few(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tens
     """The same, sorted by Python: quicker for a decode step's handful of rows."""
     flat = chosen.flatten().tolist()
     order = sorted(range(len(flat)), key=flat.__getitem__)
-    place, sizes = [0] * len(flat), [0] * experts
+    place, sizes = [-1] * len(flat), [0] * experts
     for to, copy in enumerate(order):
-        place[copy] = to
         if flat[copy] < experts:
+            place[copy] = to
             sizes[flat[copy]] += 1
     return (
         x.index_select(
@@ -104,7 +106,7 @@ def _dispatch_few(x: Tensor, chosen: Tensor, experts: int) -> tuple[Tensor, Tens
 
 
 @moe_dispatch.fake
-def _(x, chosen, experts):
+def _(x, chosen, experts, others=0):
     copies = chosen.numel()
     return (
         x.new_empty(copies, x.shape[1]),
@@ -114,12 +116,12 @@ def _(x, chosen, experts):
 
 
 @moe_dispatch.lowering
-def _(ge, x, chosen, experts):
+def _(ge, x, chosen, experts, others=0):
     rows, top_k = ge.shape(chosen)
     reason = "sorts rows by expert and counts them; MoeTokenPermute has no kernel for 950"
     ge.chose("rows to experts", "MoeInitRoutingV3", reason)
     sorted_rows, place, counts, _ = ge.MoeInitRoutingV3(
-        x, chosen, None, None, active_num=rows * top_k, expert_capacity=0, expert_num=experts, drop_pad_mode=0,
+        x, chosen, None, None, active_num=rows * top_k, expert_capacity=0, expert_num=experts + others, drop_pad_mode=0,
         expert_tokens_num_type=1, expert_tokens_num_flag=True, quant_mode=-1, active_expert_range=[0, experts],
         row_idx_type=0,
     )  # fmt: skip
@@ -181,15 +183,19 @@ def _(ge, x, weight, group_sizes):
 
 
 @operator(sharding="m d, m, n k -> n d", whole="mnk")
-def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
+def moe_combine(y: Tensor, place: Tensor, weights: Tensor, some: bool = False) -> Tensor:
     """Weighted sum of each row's copies; float32 weights and sum, cast to y's dtype.
 
     Args:
         y: `[N * K, D]`. place: `[N * K]` int32, as `moe_dispatch` gives it. weights: `[N, K]` float32.
+        some: only some of the copies are here; `place` of the others is -1, and they count nothing.
 
     Returns:
         `[N, D]`.
     """
+
+    if some:
+        weights, place = torch.where(place.view(weights.shape) < 0, 0, weights), place.clamp(min=0)
 
     def combine(place: Tensor, weights: Tensor) -> Tensor:
         copies = at_least_f32(y.index_select(0, place.flatten())).view(*place.shape, -1)
@@ -199,15 +205,19 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor) -> Tensor:
 
 
 @moe_combine.fake
-def _(y, place, weights):
+def _(y, place, weights, some=False):
     return y.new_empty(weights.shape[0], y.shape[1])
 
 
 @moe_combine.lowering
-def _(ge, y, place, weights):
-    # drop_pad_mode 2: copy k of row n is at n * K + k
+def _(ge, y, place, weights, some=False):
+    # drop_pad_mode 2 and 3: copy k of row n is at n * K + k. Only 3 knows the place -1; it wants rows as [E, C, D] with
+    # E >= K, and looks them up as if that were [E * C, D]
     ge.chose("rows from experts", "MoeFinalizeRoutingV2", "weighs and sums in float32, takes float32 weights")
-    return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, drop_pad_mode=2)
+    if some:
+        rows, top_k = ge.shape(weights)
+        y = ge.reshape(y, [top_k, rows, ge.shape(y)[1]])
+    return ge.MoeFinalizeRoutingV2(y, place, None, None, None, weights, None, drop_pad_mode=3 if some else 2)
 
 
 @operator(sharding="m f -> m g", whole="fg")

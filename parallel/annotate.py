@@ -96,10 +96,10 @@ def own_slice(x: X, axis: str, dim: int) -> X:
 
 
 def own_index(x: Any, axis: str, times: int = 1) -> Any:
-    """Where this device stands along a logical axis, times a number: `[]` int64. `x`: any value of the body."""
+    """Where this device stands along a logical axis, times a number: `[1]` int64. `x`: any value of the body."""
     if _answers(x):
         return handle_torch_function(own_index, (x,), x, axis, times)
-    return torch.zeros((), dtype=torch.int64, device=x.device)
+    return torch.zeros(1, dtype=torch.int64, device=x.device)
 
 
 def ways(x: Any, axis: str) -> int:

@@ -139,7 +139,7 @@ def _own_slice(_: Any, x: Local, name: str, dim: int) -> Local:
 @_of_body
 def _own_index(_: Any, x: Local, name: str, times: int = 1) -> Local:
     axes = x.rules.on(name)
-    made = collectives.own_index(axes, times) if axes else torch.zeros((), dtype=torch.int64, device=x.device)
+    made = collectives.own_index(axes, times) if axes else torch.zeros(1, dtype=torch.int64, device=x.device)
     return Local(x.rules, made, {name})
 
 

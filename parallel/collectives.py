@@ -112,7 +112,7 @@ def _own_slice_together(parts: Parts, ways: int, dim: int) -> Parts:
 
 
 def _own_index_together(ranks: int, times: int, dtype: torch.dtype) -> Parts:
-    return [torch.tensor(rank * times, dtype=dtype) for rank in range(ranks)]
+    return [torch.tensor([rank * times], dtype=dtype) for rank in range(ranks)]
 
 
 # ---- lowering --------------------------------------------------------------------------------------------------------
@@ -179,7 +179,10 @@ def _lower_own_slice(ge: Any, x: Any, axes: str, ways: int, dim: int) -> Any:
     shape = list(ge.shape(x))
     parts = ge.reshape(x, [*shape[:dim], ways, shape[dim] // ways, *shape[dim + 1 :]])
     # a Gather of one part has a static shape whatever the index; a Slice of a start that is no constant has not
-    return ge.GatherV2(parts, ge.own_index(axes, 1, torch.int64), ge.const([dim], torch.int64))
+    index, axis = ge.own_index(axes, 1, torch.int64), ge.const([dim], torch.int64)
+    own = ge.GatherV2(parts, index, axis, negative_index_support=False)
+    one = [*shape[:dim], 1, shape[dim] // ways, *shape[dim + 1 :]]
+    return ge.reshape(ge.mark(own, one, ge.dtype(x)), ge.result.shape)
 
 
 # ---- the nodes -------------------------------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ _OWN_SLICE = _define(
 )
 _OWN_INDEX = _define(
     "own_index(str axes, int times, ScalarType dtype) -> Tensor",
-    lambda axes, times, dtype: torch.empty((), dtype=dtype, device="meta"),
+    lambda axes, times, dtype: torch.empty(1, dtype=dtype, device="meta"),
     _own_index_together,
     _lower_own_index,
     moves=False,
@@ -254,7 +257,7 @@ def own_slice(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
 
 
 def own_index(axes: Axes, times: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Where this rank stands along `axes`, times a number: `[]`. The same node on every rank, bound to each later."""
+    """Where this rank stands along `axes`, times a number: `[1]`. The same node on every rank, bound to each later."""
     return _OWN_INDEX(group_name(axes), times, dtype)
 
 

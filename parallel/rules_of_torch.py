@@ -228,9 +228,9 @@ def _embedding(f: Any, ids: Sharded, weight: Sharded, padding_idx: int | None = 
         return weight.like(f(ids.local, weight.local), dims)
     rows = weight.local.shape[0]
     own = ids.local - collectives.own_index(axes, rows, ids.dtype)
-    inside = (own >= 0) & (own < rows)
-    found = f(own.clamp(0, rows - 1), weight.local)
-    return weight.like(found * inside[..., None], dims, axes)
+    near = own.clamp(0, rows - 1)
+    found = f(near, weight.local) * (near == own)[..., None]
+    return weight.like(found, dims, axes)
 
 
 # ---- another order or number of dimensions ---------------------------------------------------------------------------
@@ -305,7 +305,8 @@ def _squeeze(f: Any, x: Sharded, dim: int) -> Sharded:
 def _expand(f: Any, x: Sharded, *given: Any) -> Sharded:
     sizes = _numbers(given)
     dims = [()] * (len(sizes) - x.ndim) + list(x.dims)
-    return x.like(f(x.local, *(-1 if d else n for n, d in zip(sizes, dims, strict=True))), dims, x.partial)
+    local = [n if n < 0 else n // x.mesh.size(axes) for n, axes in zip(sizes, dims, strict=True)]
+    return x.like(f(x.local, *local), dims, x.partial)
 
 
 @rule("getitem", linear=True)

@@ -1,6 +1,7 @@
 """A CPU executor of GE graphs: what a bundle's graphs compute, read from their bytes and run with torch."""
 
 from .infer import infer_shapes
+from .lockstep import run_together
 from .node import Node, Selections
 from .registry import PROVENANCES, SEMANTICS, provenance_counts, provenance_table
 from .run import Executor, Ran
@@ -15,4 +16,5 @@ __all__ = [
     "infer_shapes",
     "provenance_counts",
     "provenance_table",
+    "run_together",
 ]

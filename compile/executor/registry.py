@@ -24,6 +24,9 @@ PROVENANCES = (
 )
 
 
+Together = Callable[[Any, list[Tensor]], list[Tensor]]
+
+
 @dataclass(frozen=True)
 class Input:
     """One input of a prototype."""
@@ -44,6 +47,8 @@ class Semantics:
         host: inputs whose values decide shapes; they must come from constants.
         view: the output may be the input's memory, unchanged.
         provenance: one of `PROVENANCES`. source: in words.
+        together: of an operator of several ranks: `together(op, parts)`, the inputs of a group in its order, gives
+            each rank's output. `run` then only says the shape.
     """
 
     type: str
@@ -55,6 +60,7 @@ class Semantics:
     view: bool
     provenance: str
     source: str
+    together: Together | None = None
 
 
 SEMANTICS: dict[str, Semantics] = {}
@@ -69,12 +75,14 @@ def ge_op(
     host: str = "",
     view: bool = False,
     prototype: str = "",
+    together: Together | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the semantics of one or more GE operator types.
 
     Args:
         outputs, in_place, host: names, separated by spaces.
         prototype: all inputs where the function takes only some: `"x key[] mask? scale?"`; the rest must be absent.
+        together: see `Semantics`.
     """
     assert provenance in PROVENANCES, provenance
 
@@ -92,6 +100,7 @@ def ge_op(
                 view=view,
                 provenance=provenance,
                 source=source,
+                together=together,
             )
         return run
 

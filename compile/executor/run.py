@@ -1,6 +1,6 @@
 """Runs a GE graph on the CPU, from the bytes of its file: exactly, or in the dtypes it describes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from kimi_graph.compile.ge_proto import ModelDef
 from kimi_graph.errors import BundleError
 
 from .graph import Graph, check_descriptions, parse
+from .lockstep import Meeting
 from .node import Edge, Node, Op, Selections, disagreement, evaluate, gather_arguments
 
 MODES = ("exact", "native")
@@ -73,7 +74,7 @@ class Executor:
         selections: Selections | None = None,
         observe: Observer | None = None,
     ) -> Ran:
-        """One step.
+        """One step of a graph of one rank.
 
         Args:
             inputs, states: tensors by name of the Data and RefData nodes. The states given are left as they are.
@@ -82,8 +83,24 @@ class Executor:
 
         Raises:
             BundleError: missing or unknown names, tensors that are not as described, an operator used in a way that has
-                no semantics.
+                no semantics, a collective.
         """
+        try:
+            meeting = next(self.steps(inputs, states, mode, selections=selections, observe=observe))
+        except StopIteration as done:
+            return done.value
+        raise BundleError(f"{meeting}: one rank alone cannot run a collective; run all ranks in lockstep.")
+
+    def steps(
+        self,
+        inputs: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        mode: str,
+        *,
+        selections: Selections | None = None,
+        observe: Observer | None = None,
+    ) -> Generator[Meeting, Tensor, Ran]:
+        """`run` of one rank among others: stops at every collective, and goes on with what that gives this rank."""
         if mode not in MODES:
             raise BundleError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
         exact = mode == "exact"
@@ -99,7 +116,13 @@ class Executor:
                 outputs = (kept[node.name],)
             else:
                 op = Op(node, exact=exact, error=BundleError, selections=selections)
-                outputs = self._compute(op, gather_arguments(node, values.__getitem__))
+                given = gather_arguments(node, values.__getitem__)
+                assert node.semantics is not None
+                if node.semantics.together is None:
+                    outputs = self._compute(op, given)
+                else:
+                    outputs = ((yield Meeting(op, given["x"])),)
+                    _check_outputs(op, outputs)
             if observe:
                 observe(node, outputs)
             values |= {(node.name, i): value for i, value in enumerate(outputs)}
@@ -113,9 +136,7 @@ class Executor:
 
     def _compute(self, op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
         outputs = evaluate(op, given)
-        for index, (desc, value) in enumerate(zip(op.node.descs, outputs, strict=True)):
-            problem = disagreement(desc, value, exact=op.exact)
-            op.require(problem is None, f"output {desc.name or index} {problem}")
+        _check_outputs(op, outputs)
         return self._own_memory(op.node, given, outputs)
 
     def _own_memory(self, node: Node, given: dict[str, Any], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -146,6 +167,12 @@ class Executor:
 
     def _unread(self, name: str, state: Tensor, *, exact: bool) -> Tensor:
         return _given(self._graph.nodes[name], state, exact=exact).clone()
+
+
+def _check_outputs(op: Op, outputs: tuple[Tensor, ...]) -> None:
+    for index, (desc, value) in enumerate(zip(op.node.descs, outputs, strict=True)):
+        problem = disagreement(desc, value, exact=op.exact)
+        op.require(problem is None, f"output {desc.name or index} {problem}")
 
 
 def _output_names(node: Node, count: int) -> tuple[str, ...]:

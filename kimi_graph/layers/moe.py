@@ -18,7 +18,7 @@ from torch import Tensor
 from kimi_graph import ops
 from kimi_graph.config import KIMI_NAMES, MoeConfig, Names, SituConfig
 from kimi_graph.ops import at_least_f32, contract
-from kimi_graph.parallel import constrain, local_ids, shard_map, summand
+from kimi_graph.parallel import constrain, local_ids, shard_map, summand, ways
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
@@ -86,11 +86,12 @@ def experts(
     row they may get, so rows may not be split over the mesh axes that split experts.
     """
     count = gate_up_EGFX.shape[0]
-    x_MX, row, group_sizes = ops.moe_dispatch(x_NX, local_ids(chosen_NK, "experts", count), count)
+    others = count * (ways(gate_up_EGFX, "experts") - 1)
+    x_MX, row, group_sizes = ops.moe_dispatch(x_NX, local_ids(chosen_NK, "experts", count), count, others)
     gate_up_MF = ops.grouped_matmul(x_MX, gate_up_EGFX.flatten(1, 2), group_sizes)
     h_MF = ops.swiglu(gate_up_MF) if situ is None else ops.situ(gate_up_MF, situ.beta, situ.linear_beta)
     y_MX = ops.grouped_matmul(h_MF, down_EXF, group_sizes)
-    return summand(ops.moe_combine(y_MX, row, weight_NK), "experts", "expert_ffn")
+    return summand(ops.moe_combine(y_MX, row, weight_NK, others > 0), "experts", "expert_ffn")
 
 
 def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor, eps: float = 1e-5) -> Tensor:

@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kimi_graph as kg
 from kimi_graph import layers, ops, tree
 from kimi_graph.compile.capture import capture
+from kimi_graph.compile.sharded import check
 from kimi_graph.config import VisionConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import vision
-from tests.sharding_probe import Mesh, place, shard
+from kimi_graph.parallel import Mesh, Rules
 
 K25, K3 = kg.load_config("kimi-k2.5"), kg.load_config("kimi-k3")
 TOLERANCE = 1e-4  # of the scale; float32 sums in another order give 4e-6 to 8e-6 (fact sheet, section 8)
@@ -363,11 +364,11 @@ def test_heads_and_widths_split_over_devices_give_the_same_with_one_all_reduce_a
     grid = (1, 2, 4)
     p, tables = params(c), layers.vision_tables(c, grid, dtype=torch.float64)
     patches = layers.arrange_patches(c, picture(c, grid), grid)
-    mesh = Mesh({"tensor": ways}, RULES)
-    on_mesh = tree.map(lambda x: shard(mesh, x, " ".join("_" * x.ndim)), tables)
-    got = layers.vision_forward(place(mesh, layers.vision_specs(c, TEXT), p), c, shard(mesh, patches, "_ _"), on_mesh)
-    assert differ(got.whole(), layers.vision_forward(p, c, patches, tables)) < ROUNDING
-    assert len(mesh.log) == (0 if ways == 1 else 2 * c.layers + 1)
+    args = {"p": p, "x": patches, "t": tables}
+    axes = {"p": layers.vision_specs(c, TEXT), "x": "_ _", "t": tree.map(lambda x: " ".join("_" * x.ndim), tables)}
+    rules = Rules.of(Mesh(tensor=ways), RULES)
+    piece = check(rules, lambda p, x, t: {"y": layers.vision_forward(p, c, x, t)}, args, axes, {"y": "_ embed"})
+    assert len(piece.collectives) == (0 if ways == 1 else 2 * c.layers + 1)
 
 
 # Into the text.

@@ -52,7 +52,8 @@ def chosen() -> torch.Tensor:
 
 
 def combine() -> list[Any]:
-    return [normal(2 * T, 5), torch.randperm(2 * T).int(), torch.rand(T, 2, dtype=torch.float64)]
+    place = torch.randperm(2 * T).int()
+    return [normal(2 * T, 5), torch.where(place % 5 == 0, -1, place), torch.rand(T, 2, dtype=torch.float64), True]
 
 
 def rotation() -> list[Any]:
@@ -90,7 +91,7 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
     "layer_norm": lambda: [normal(B, T, V), normal(V), normal(V), 1e-6],
     "matmul": lambda: [normal(5, 4), normal(6, 4), True],
     "moe_combine": combine,
-    "moe_dispatch": lambda: [normal(T, 6), chosen(), 5],
+    "moe_dispatch": lambda: [normal(T, 6), chosen(), 3, 2],
     "moe_route": lambda: [normal(T, 6), normal(6), 2, 2.5, 3, 2],
     "residual_mix": lambda: [[normal(B, T, V) for _ in range(3)], normal(V), normal(V), 1e-5],
     "rms_norm": lambda: [normal(B, T, V), normal(V), 1e-5],

@@ -39,7 +39,7 @@ CALLS = {
     ),
     "own_index": (
         lambda x: collectives.own_index(TENSOR, 4, torch.int32),
-        lambda xs: [torch.tensor(4 * i, dtype=torch.int32) for i in range(3)],
+        lambda xs: [torch.tensor([4 * i], dtype=torch.int32) for i in range(3)],
     ),
 }
 

@@ -3,6 +3,7 @@
 from . import (
     attention,
     cache,
+    collective,
     constants,
     elementwise,
     indexing,
@@ -20,6 +21,7 @@ from . import (
 __all__ = [
     "attention",
     "cache",
+    "collective",
     "constants",
     "elementwise",
     "indexing",

@@ -63,7 +63,8 @@ def _mask_groups(ranked: Tensor, groups: int, kept: int, mode: int) -> Tensor:
     "MoeInitRoutingV3",
     provenance="public CPU reference",
     source="ops-transformer's golden function: copies sorted by expert, stable; row index of type 0 at n * K + k says "
-    "where the copy went, of type 1 where row i came from",
+    "where the copy went, of type 1 where row i came from; of experts outside the active range it is -1 (type 0), they "
+    "are in no count, and rows after those of active experts are not written (NaN here)",
     outputs="expanded_x expanded_row_idx expert_tokens_count_or_cumsum expanded_scale",
     prototype="x expert_idx scale? offset?",
 )
@@ -75,20 +76,27 @@ def moe_init_routing_v3(op: Op, x: Tensor, expert_idx: Tensor) -> tuple[Tensor, 
     # expert_capacity acts only where rows are dropped. The documents disagree on active_num; N * K suits them all.
     op.must(active_num=rows * k, expert_tokens_num_flag=True)
     op.expect(drop_pad_mode=0, expert_capacity=(-1, 0), quant_mode=-1)
-    active = op.attr("active_expert_range", [])
-    op.require(active in ([], [0, experts]), f"active_expert_range {active}, supported is all {experts} experts")
+    first, active = op.attr("active_expert_range", []) or (0, experts)
+    op.require(
+        first == 0 < active <= experts, f"active_expert_range {[first, active]}, supported is [0, up to {experts}]"
+    )
     kind, count_type = op.attr("row_idx_type", 0), op.attr("expert_tokens_num_type", 0)
     op.require(kind in (0, 1), f"row_idx_type {kind}, supported is 0 or 1")
     op.require(count_type in (0, 1), f"expert_tokens_num_type {count_type}, supported is 0 (cumsum) or 1 (count)")
     flat = expert_idx.reshape(-1).long()
     if not flat.is_meta and flat.numel():
         op.require(int(flat.min()) >= 0 and int(flat.max()) < experts, f"an expert outside 0..{experts - 1}")
+    here = flat < active
+    op.require(kind == 0 or active == experts, "row_idx_type 1 of some experts, supported is of all")
     origin = torch.sort(flat, stable=True).indices
     went = torch.empty_like(origin).scatter_(0, origin, torch.arange(rows * k, device=x.device))
-    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add_(0, flat, here.long())[:active]
     counts = counts.cumsum(0) if count_type == 0 else counts
     scale = torch.zeros(rows * k, dtype=torch.float64 if op.exact else torch.float32, device=x.device)
-    return x[origin // k], (went if kind == 0 else origin).int(), counts, scale
+    copies, written = x[origin // k], torch.arange(rows * k, device=x.device) < here.sum()
+    if active < experts and x.is_floating_point():
+        copies = torch.where(written[:, None], copies, float("nan"))
+    return copies, (torch.where(here, went, -1) if kind == 0 else origin).int(), counts, scale
 
 
 @ge_op(
@@ -135,7 +143,8 @@ def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Te
     "MoeFinalizeRoutingV2",
     provenance="public CPU reference",
     source="ops-transformer's golden function and document: x1 + x2 + sum over k of scales * (row + bias of its "
-    "expert), float32, rounded once; index of copy k of row n at n + k * N (drop_pad_mode 0) or n * K + k (2)",
+    "expert), float32, rounded once; index of copy k of row n at n + k * N (drop_pad_mode 0) or n * K + k (2, 3); in "
+    "mode 3 rows are [E, C, D] with E >= K, index E * C counts through them, and -1 is a copy that counts nothing",
     prototype="expanded_x expanded_row_idx x1? x2? bias? scales? expert_idx? x? alpha1? alpha2? v?",
 )
 def moe_finalize_routing_v2(
@@ -149,7 +158,7 @@ def moe_finalize_routing_v2(
     expert_idx: Tensor | None,
 ) -> Tensor:
     mode = op.attr("drop_pad_mode", 0)
-    op.require(mode in (0, 2), f"drop_pad_mode {mode}, supported is 0 (columns) or 2 (rows)")
+    op.require(mode in (0, 2, 3), f"drop_pad_mode {mode}, supported is 0 (columns), 2 or 3 (rows)")
     op.expect(zero_expert_range=[], copy_expert_range=[], constant_expert_range=[])
     op.of_dtype(torch.int32, expanded_row_idx=expanded_row_idx)
     op.require(x2 is None or x1 is not None, "x2 without x1")
@@ -157,14 +166,24 @@ def moe_finalize_routing_v2(
         op.fail("scales are required here")
     rows, k = scales.shape
     op.expect(k=1)  # acts where there are no scales
-    op.require(expanded_x.ndim == 2, f"expanded_x of two dimensions expected, found {list(expanded_x.shape)}")
+    dims = 3 if mode == 3 else 2
+    op.require(expanded_x.ndim == dims, f"expanded_x of {dims} dimensions expected, found {list(expanded_x.shape)}")
+    if mode == 3:
+        op.require(
+            expanded_x.shape[0] >= k, f"expanded_x [E, C, D] with E >= {k} expected, found {expanded_x.shape[0]}"
+        )
+        op.require(bias is None, "bias with drop_pad_mode 3, supported is none")
+        expanded_x = expanded_x.flatten(0, 1)
     op.require(
         expanded_row_idx.shape == (rows * k,), f"{rows * k} row indices expected, found {list(expanded_row_idx.shape)}"
     )
     at = expanded_row_idx.long().view(k, rows).t() if mode == 0 else expanded_row_idx.long().view(rows, k)
     if not at.is_meta and at.numel():
-        op.require(int(at.min()) >= 0, "a negative row index, which drop_pad_mode 0 and 2 do not have")
-    copies = at_least_f32(expanded_x)[at]
+        least = -1 if mode == 3 else 0
+        op.require(int(at.min()) >= least, f"row index {int(at.min())}, drop_pad_mode {mode} has {least} and above")
+    copies = at_least_f32(expanded_x)[at.clamp(min=0)]
+    if mode == 3:
+        copies = torch.where(at[..., None] < 0, 0, copies)
     if bias is not None:
         if expert_idx is None:
             op.fail("bias without expert_idx")

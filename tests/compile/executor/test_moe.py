@@ -153,7 +153,8 @@ def test_routing_agrees_with_the_models_dispatch(build):
         ({"active_num": 5}, "attribute 'active_num' is 5, supported is 12"),
         ({"drop_pad_mode": 1}, "attribute 'drop_pad_mode' is 1"),
         ({"quant_mode": 1}, "attribute 'quant_mode' is 1"),
-        ({"active_expert_range": [0, 2]}, r"active_expert_range \[0, 2\], supported is all 4 experts"),
+        ({"active_expert_range": [1, 4]}, r"active_expert_range \[1, 4\], supported is \[0, up to 4\]"),
+        ({"active_expert_range": [0, 2], "row_idx_type": 1}, "row_idx_type 1 of some experts, supported is of all"),
         ({"expert_tokens_num_flag": False}, "attribute 'expert_tokens_num_flag' is False"),
         ({"expert_num": 3, "active_expert_range": [0, 3]}, "an expert outside 0..2"),
     ],
@@ -255,27 +256,32 @@ def test_padded_copies_are_refused(build, attrs, message):
         finalize(build, **attrs).run()
 
 
-def layer(b, x, chosen, weights, gate_up, down):
-    """Dispatch, two grouped products, SwiGLU, combine."""
+def layer(b, x, chosen, weights, gate_up, down, others=0):
+    """Dispatch, two grouped products, SwiGLU, combine; `others`: experts that are on other devices."""
     experts = gate_up.shape[0]
-    rows, place, counts, _ = routing(b, x, chosen, experts)
+    rows, place, counts, _ = routing(b, x, chosen, experts + others, active_expert_range=[0, experts])
     hidden = grouped(b, rows, b.source("gate_up", gate_up), counts)
     (active,) = b.node("SwiGlu", {"x": hidden}, attrs={"dim": -1})
     made = grouped(b, active, b.source("down", down), counts)
     inputs = {"expanded_x": made, "expanded_row_idx": place, "x1": None, "x2": None, "bias": None}
     inputs["scales"] = b.source("weights", weights)
-    b.result(*b.node("MoeFinalizeRoutingV2", inputs, attrs={"drop_pad_mode": 2, "k": 1}))
+    if others:
+        (inputs["expanded_x"],) = b.node("Reshape", {"x": made, "shape": b.const([2, 5, 6], I64)})
+    b.result(*b.node("MoeFinalizeRoutingV2", inputs, attrs={"drop_pad_mode": 3 if others else 2, "k": 1}))
     return b
 
 
-def test_a_layer_of_experts_is_a_sum_over_chosen_experts(build):
+@pytest.mark.parametrize("here", [4, 2, 1])
+def test_a_layer_of_experts_is_a_sum_over_the_chosen_ones_that_are_here(build, here):
     x, chosen = rand(5, 6), torch.tensor([[3, 0], [1, 0], [3, 1], [0, 3], [1, 3]], dtype=I32)
     weights, gate_up, down = rand(5, 2).sigmoid(), rand(4, 8, 6), rand(4, 6, 4)
-    (y,) = layer(build, x, chosen, weights, gate_up, down).run().outputs
+    (y,) = layer(build, x, chosen, weights, gate_up[:here], down[:here], 4 - here).run().outputs
     for n in range(5):
         expected = torch.zeros(6, dtype=torch.float64)
         for k in range(2):
             e = int(chosen[n, k])
+            if e >= here:
+                continue
             gate, up = (gate_up[e].double() @ x[n].double()).chunk(2)
             expected += weights[n, k].double() * (down[e].double() @ (F.silu(gate) * up))
         torch.testing.assert_close(y[n], expected, rtol=1e-12, atol=1e-12)
@@ -295,6 +301,7 @@ def test_shapes_of_a_layer_of_experts_are_inferred(build):
 def test_every_changed_attribute_is_noticed(new_builder, type_):
     ineffective = {
         ("MoeInitRoutingV3", "expert_capacity"),  # rows are not dropped
+        ("MoeInitRoutingV3", "expert_num"),  # more experts, elsewhere, that nobody chooses
     }
 
     def graph():

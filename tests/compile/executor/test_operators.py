@@ -406,9 +406,9 @@ CASES = [
 
 OTHERS = {  # tested by what they do together, in files of their own
     "Assign", "BatchMatMulV3", "CausalConv1d", "Const", "Constant", "FusedInferAttentionScore", "GatedRmsNorm",
-    "GroupedMatmul", "KdaChunk", "LightningIndexer", "MatMulV3", "MoeFinalizeRoutingV2", "MoeGatingTopK",
-    "MoeInitRoutingV3", "RecurrentGatedDeltaRule", "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv",
-    "SparseFlashAttention",
+    "GroupedMatmul", "HcomAllGather", "HcomAllReduce", "HcomAllToAll", "HcomReduceScatter", "KdaChunk",
+    "LightningIndexer", "MatMulV3", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
+    "RecurrentGatedDeltaRule", "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
 }  # fmt: skip
 
 
