@@ -17,14 +17,11 @@ from .node import Op, evaluate
 
 @dataclass(frozen=True)
 class Meeting:
-    """A rank at a collective: the node with its attributes, and the rank's input."""
+    """A rank at a collective: the node with its attributes, the name of its group, and the rank's input."""
 
     op: Op
+    group: str
     given: Tensor
-
-    @property
-    def group(self) -> str:
-        return self.op.node.attrs["group"]
 
     @property
     def terms(self) -> tuple[Any, ...]:

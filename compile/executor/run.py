@@ -121,7 +121,7 @@ class Executor:
                 if node.semantics.together is None:
                     outputs = self._compute(op, given)
                 else:
-                    outputs = ((yield Meeting(op, given["x"])),)
+                    outputs = ((yield Meeting(op, op.need("group", str), given["x"])),)
                     _check_outputs(op, outputs)
             if observe:
                 observe(node, outputs)

@@ -46,6 +46,7 @@ def test_half_floats_are_summed_in_float32_and_rounded_once(new_builder):
     "type_, attrs, message",
     [
         ("HcomAllReduce", {"reduction": "prod"}, "reduction 'prod', supported is sum or max"),
+        ("HcomAllReduce", {"group": 1}, "attribute 'group' is 1, the prototype requires a str"),
         ("HcomAllReduce", {"fusion": 2}, "attribute 'fusion' is 2"),
         ("HcomAllReduce", {"fusion_id": 1}, "attribute 'fusion_id' is 1"),
         ("HcomAllReduce", {"more": 1}, "does not interpret: more=1"),
