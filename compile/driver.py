@@ -187,6 +187,18 @@ def build_graph(
     """
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
+    pieces = build_pieces(request, b, host, prototypes, clock, rules)
+    with clock.step("stamp"):
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
+    with clock.step("check"):
+        check(graph, request.target, prototypes)
+    return graph
+
+
+def build_pieces(
+    request: Request, b: Bucket, host: Host, prototypes: Prototypes, clock: Clock, rules: Rules | None = None
+) -> dict[str, Piece]:
+    """Every distinct piece of a bucket, traced and converted; see `build_graph`."""
     with clock.step("trace"):
         if rules is None:
             captured = capture_pieces(request.config, b)
@@ -194,12 +206,7 @@ def build_graph(
             sharded = capture_sharded_pieces(request.config, b, rules)
             captured = {name: piece.captured for name, piece in sharded.items()}
     with clock.step("convert"):
-        pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
-    with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
-    with clock.step("check"):
-        check(graph, request.target, prototypes)
-    return graph
+        return {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
 
 
 def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
@@ -236,8 +243,18 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
     return replace(piece, choices=made.choices)
 
 
-def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piece]], prototypes: Prototypes) -> Graph:
-    """Copy the pieces to their places, in order, and tie them together."""
+def stamp_graph(
+    config: ModelConfig,
+    b: Bucket,
+    placed: Sequence[tuple[Use, Piece]],
+    prototypes: Prototypes,
+    outputs: Sequence[str] | None = None,
+) -> Graph:
+    """Copy the pieces to their places, in order, and tie them together.
+
+    Args:
+        outputs: names of values; those of the last part by default.
+    """
     assembly = Assembly(b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
     values: dict[str, str] = {}
@@ -263,7 +280,7 @@ def stamp_graph(config: ModelConfig, b: Bucket, placed: Sequence[tuple[Use, Piec
         values |= {name: out[f"out.{i}"] for i, name in enumerate(use.writes)}
     origins = {use.part: piece.origins for use, piece in placed}
     choices = {use.part: piece.choices for use, piece in placed if piece.choices}
-    model = assembly.finish({name: values[name] for name in placed[-1][0].writes}, prototypes)
+    model = assembly.finish({name: values[name] for name in outputs or placed[-1][0].writes}, prototypes)
     return Graph(b, model, weights, origins, choices)
 
 

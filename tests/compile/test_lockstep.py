@@ -1,6 +1,5 @@
 """GE graphs of several ranks: each collective's nodes, whole models on a mesh, and ranks that do not come together."""
 
-import functools
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from kimi_graph.compile.convert import convert
 from kimi_graph.compile.driver import Graph, Request, build_graph
 from kimi_graph.compile.executor import Executor, infer_shapes, run_together
 from kimi_graph.compile.ge_proto import ModelDef, shape_of
+from kimi_graph.compile.pipeline import build_stages
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.sharded import dims_of
 from kimi_graph.compile.targets import target
@@ -22,7 +22,8 @@ from kimi_graph.compile.verify import causal_mask
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
-from kimi_graph.parallel import Mesh, Rules, collectives
+from kimi_graph.models.pipeline import model_stages
+from kimi_graph.parallel import Mesh, collectives
 from kimi_graph.parallel.presets import preset
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
 from tests.compile.test_sharded import ROWS, batches, bucket, model, parameter
@@ -69,85 +70,128 @@ def test_nodes_of_a_collective_are_legal_and_mean_what_it_means(host, name, dtyp
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def graph_on(name: str, mesh: str, phase: str, host: Any) -> tuple[Graph, Rules, phases.Bucket]:
-    c, m = model(name), Mesh.parse(mesh)
-    rules, b = preset(c, m, phase), bucket(c, phase, m.data)
-    return build_graph(Request(config=c, target=A3), b, host, rules=rules), rules, b
+class Run:
+    """A step of a model in a bucket on the mesh of a stage: numbers for everything, cut to ranks where it is asked."""
 
+    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str) -> None:
+        self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data)
+        self.rules = preset(c, mesh, phase)
+        self.params = tree.map_with_path(parameter, decoder.model_specs(c))
+        self.specs = decoder.state_specs(c, slots=self.b.slots, pages=self.b.pages, page=self.b.page, dtype=c.dtype)
+        self.states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), self.specs)
+        self.through, within = batches(c, self.b, mesh.data)
+        self.given = {"tokens": torch.randint(c.vocab, (ROWS, self.b.tokens))} | dict(tree.items({"batch": within}))
+        self.vision = None
+        if self.b.images:
+            rows, values = torch.randint(self.b.images + 1, (ROWS, self.b.tokens)), torch.randn(self.b.images, c.embed)
+            self.vision = rows, values.double()
+            self.given |= {"vision.rows": rows, "vision.values": values.double()}
+        self.named_states = dict(
+            zip(self.state_names, zip(tree.leaves(self.specs), tree.leaves(self.states), strict=True), strict=True)
+        )
 
-def local_inputs(
-    c: ModelConfig, graph: Graph, rules: Rules, b: phases.Bucket, given: dict[str, Tensor], params: Any
-) -> list[dict[str, Tensor]]:
-    """The inputs of every rank: weights cut and made by their recipes, the rest cut."""
-    mesh = rules.mesh
-    named, specs = dict(tree.items(params)), dict(tree.items(decoder.model_specs(c)))
-    axes = dict(tree.items(phases.step_axes(c, b))) | {"tokens": phases.value_axes("tokens")}
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(mesh.world)]
-    for op in graph.model.graph[0].op:
-        if op.type != "Data":
-            continue
-        if op.name.startswith("own_index."):
-            parts = [own_index(mesh, op.name, rank) for rank in range(mesh.world)]
-        elif op.name == "causal_mask":
-            parts = [causal_mask(2048)] * mesh.world
-        elif op.name in graph.weights:
-            path, steps = graph.weights[op.name]
-            cut = scatter(mesh, named[path], dims_of(rules, " ".join(specs[path].axes)))
-            parts = [recipe.apply(steps, x).reshape(shape_of(op.output_desc[0])) for x in cut]
-        else:
-            text = axes.get(op.name) or phases.value_axes(op.name)
-            parts = scatter(mesh, given[op.name], dims_of(rules, text))
-        for rank, part in enumerate(parts):
-            ranks[rank][op.name] = part
-    return ranks
+    @property
+    def state_names(self) -> list[str]:
+        """`s.layers.3.kda.memory` of each leaf."""
+        return [
+            f"s.layers.{i}.{self.c.layers[i].kinds[0]}.{leaf}"
+            for i, s in enumerate(self.specs)
+            for leaf, _ in tree.items(s)
+        ]
+
+    def want(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits and states after the step, without a mesh."""
+        logits, after = decoder.forward(
+            self.params, self.c, self.given["tokens"], self.states, self.through,
+            step=self.b.step, last_only=not self.b.step, vision=self.vision,
+        )  # fmt: skip
+        return logits.flatten(0, 1), dict(zip(self.state_names, tree.leaves(after), strict=True))
+
+    def dims(self, axes: Any) -> Any:
+        return dims_of(self.rules, axes if isinstance(axes, str) else " ".join(axes.axes))
+
+    def inputs(self, graph: Graph, crossed: dict[str, list[Tensor]]) -> list[dict[str, Tensor]]:
+        """Inputs of every rank: weights cut and made by their recipes, what came from another stage, the rest cut."""
+        params, specs = dict(tree.items(self.params)), dict(tree.items(decoder.model_specs(self.c)))
+        axes = dict(tree.items(phases.step_axes(self.c, self.b)))
+        ranks: list[dict[str, Tensor]] = [{} for _ in range(self.mesh.world)]
+        for op in graph.model.graph[0].op:
+            if op.type != "Data":
+                continue
+            if op.name in crossed:
+                parts = crossed[op.name]
+            elif op.name.startswith("own_index."):
+                parts = [own_index(self.mesh, op.name, rank) for rank in range(self.mesh.world)]
+            elif op.name == "causal_mask":
+                parts = [causal_mask(2048)] * self.mesh.world
+            elif op.name in graph.weights:
+                path, steps = graph.weights[op.name]
+                cut = scatter(self.mesh, params[path], self.dims(specs[path]))
+                parts = [recipe.apply(steps, x).reshape(shape_of(op.output_desc[0])) for x in cut]
+            else:
+                text = axes.get(op.name) or phases.value_axes(op.name)
+                parts = scatter(self.mesh, self.given[op.name], self.dims(text))
+            for rank, part in enumerate(parts):
+                ranks[rank][op.name] = part
+        return ranks
+
+    def step(self, graph: Graph, crossed: dict[str, list[Tensor]]) -> list[Any]:
+        """What every rank of a stage gives."""
+        executor, inputs = Executor(graph.model), self.inputs(graph, crossed)
+        shapes = {op.name: shape_of(op.output_desc[0]) for op in graph.model.graph[0].op if op.type == "RefData"}
+        cut = {n: scatter(self.mesh, self.named_states[n][1], self.dims(self.named_states[n][0])) for n in shapes}
+        states = [{n: parts[r].reshape(shapes[n]) for n, parts in cut.items()} for r in range(self.mesh.world)]
+        runs = [executor.steps(given, state, "exact") for given, state in zip(inputs, states, strict=True)]
+        return run_together(runs, groups_of(self.mesh))
+
+    def check_states(self, ran: list[Any], want: dict[str, Tensor]) -> set[str]:
+        """Compare the states that a graph has; their names."""
+        for name in ran[0].states:
+            spec, before = self.named_states[name]
+            local = scatter(self.mesh, before, self.dims(spec))[0].shape
+            got = gather(self.mesh, [r.states[name].reshape(local) for r in ran], self.dims(spec))
+            assert difference(got, want[name]) <= ROUNDING, name
+        return set(ran[0].states)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
 @pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "glm-5.2"])
 def test_a_model_on_a_mesh_computes_what_it_does_without(host, name, mesh, phase):
-    graph, rules, b = graph_on(name, mesh, phase, host)
-    c, m = model(name), rules.mesh
-    params = tree.map_with_path(parameter, decoder.model_specs(c))
-    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
-    states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), specs)
-    through, within = batches(c, b, m.data)
-    given = {"tokens": torch.randint(c.vocab, (ROWS, b.tokens))} | dict(tree.items({"batch": within}))
-    vision = None
-    if b.images:
-        vision = torch.randint(b.images + 1, (ROWS, b.tokens)), torch.randn(b.images, c.embed, dtype=torch.float64)
-        given |= {"vision.rows": vision[0], "vision.values": vision[1]}
-
-    executor = Executor(graph.model)
-    inputs = local_inputs(c, graph, rules, b, given, params)
-    named = dict(zip(state_names(c, specs), zip(tree.leaves(specs), tree.leaves(states), strict=True), strict=True))
-    shapes = {op.name: shape_of(op.output_desc[0]) for op in graph.model.graph[0].op if op.type == "RefData"}
-    cut = {n: scatter(m, x, dims_of(rules, " ".join(s.axes))) for n, (s, x) in named.items() if n in shapes}
-    ran = run_together(
-        [
-            executor.steps(inputs[r], {n: parts[r].reshape(shapes[n]) for n, parts in cut.items()}, "exact")
-            for r in range(m.world)
-        ],
-        groups_of(m),
-    )
-
-    logits, after = decoder.forward(
-        params, c, given["tokens"], states, through, step=b.step, last_only=not b.step, vision=vision
-    )
-    got = gather(m, [r.outputs[0] for r in ran], dims_of(rules, phases.value_axes("logits")))
-    assert difference(got, logits.flatten(0, 1)) <= ROUNDING
-    wanted = dict(zip(named, tree.leaves(after), strict=True))
-    assert set(executor.states) == set(cut)
-    for n in executor.states:
-        spec, _ = named[n]
-        parts = [r.states[n].reshape(cut[n][0].shape) for r in ran]
-        assert difference(gather(m, parts, dims_of(rules, " ".join(spec.axes))), wanted[n]) <= ROUNDING, n
+    run = Run(model(name), Mesh.parse(mesh), phase)
+    graph = build_graph(Request(config=run.c, target=A3), run.b, host, rules=run.rules)
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert difference(got, logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
 
 
-def state_names(c: ModelConfig, specs: Any) -> list[str]:
-    """`s.layers.3.kda.memory` of each leaf."""
-    return [f"s.layers.{i}.{c.layers[i].kinds[0]}.{leaf}" for i, s in enumerate(specs) for leaf, _ in tree.items(s)]
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=3,dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+def test_stages_one_after_another_compute_what_the_model_does(host, name, mesh, phase):
+    whole = Mesh.parse(mesh)
+    run = Run(model(name), whole.stage, phase)
+    sparse = decoder.is_sparse(run.c, run.b.sequence_pages * run.b.page)
+    stages = model_stages(run.c, whole.pipe, rows=ROWS, tokens=run.b.tokens, sparse=sparse)
+    graphs = build_stages(Request(config=run.c, target=A3), run.b, host, run.rules, stages)
+    logits, states = run.want()
+    crossed: dict[str, list[Tensor]] = {}
+    seen: set[str] = set()
+    for made in graphs:
+        assert set(made.reads) <= set(crossed)
+        ran = run.step(made.graph, crossed)
+        crossed |= {value: [r.outputs[i] for r in ran] for i, value in enumerate(made.gives)}
+        seen |= run.check_states(ran, states)
+        if made.stage.edge is not None:
+            assert set(made.stage.edge.values) <= set(crossed)
+            crossed = {value: crossed[value] for value in made.stage.edge.values}  # nothing else crosses
+    got = gather(run.mesh, crossed["logits"], run.dims(phases.value_axes("logits")))
+    assert difference(got, logits) <= ROUNDING
+    assert seen == set(run.named_states)
+    weights = [name for made in graphs for name in made.graph.weights]
+    assert len(set(weights)) == len(weights)  # none of these models has its head tied to its embedding
 
 
 # ---- ranks that do not come together ---------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ compared with the function on whole tensors.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from kimi_graph.parallel.mesh import Axes
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
 from kimi_graph.parallel.value import Sharded, replicated
 
+# Why a placement may be refused; anything else is a fault of a rule, not a placement without a meaning.
+REASONS = re.compile("is split over|uses a mesh axis twice|not divisible by|may not be merged")
 ROUNDING = 1e-11  # float64; summands of the inputs are some times as large as their sum
 RULES = {"first": ("data",), "last": ("tensor",), "both": ("data", "tensor"), "turned": ("tensor", "data")}
 
@@ -68,7 +71,9 @@ def run(f: Callable[..., Any], mesh: Mesh, args: Sequence[Any], at: Sequence[Pla
     parts = [scatter(mesh, x, p.dims, p.partial) for x, p in zip(given.values(), at, strict=True)]
     try:
         captured = capture(on_mesh, {"local": {str(i): x[0].to("meta") for i, x in enumerate(parts)}})
-    except ShardingError:
+    except ShardingError as error:
+        if not REASONS.search(str(error)):
+            raise
         return None
     want = _results(f(*args))
     got = simulate(captured.module, mesh, parts)
