@@ -27,6 +27,7 @@ from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef
 from .lower import Choice
 from .manifest import graph_entry, state_contract, weight_plan
+from .order import order_collectives
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
 from .phases import (
@@ -281,6 +282,7 @@ def stamp_graph(
     origins = {use.part: piece.origins for use, piece in placed}
     choices = {use.part: piece.choices for use, piece in placed if piece.choices}
     model = assembly.finish({name: values[name] for name in outputs or placed[-1][0].writes}, prototypes)
+    order_collectives(model)
     return Graph(b, model, weights, origins, choices)
 
 

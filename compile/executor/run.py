@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph.compile.ge_proto import ModelDef
+from kimi_graph.compile.ge_proto import ModelDef, dtype_of, shape_of
 from kimi_graph.errors import BundleError
 
 from .graph import Graph, check_descriptions, parse
@@ -133,6 +133,16 @@ class Executor:
             outputs=tuple(values[edge] for edge in self._graph.outputs),
             states={n: kept[n] if n in kept else self._unread(n, states[n], exact=exact) for n in self.states},
         )
+
+    def meetings(self) -> Generator[Meeting, Tensor, None]:
+        """`steps` without numbers: the collectives alone, in the order they run, on meta tensors."""
+        for node in self._order:
+            if node.semantics is not None and node.semantics.together is not None:
+                (edge,) = node.edges
+                desc = self.nodes[edge[0]].descs[edge[1]]
+                op = Op(node, exact=False, error=BundleError)
+                given = torch.empty(shape_of(desc), dtype=dtype_of(desc), device="meta")
+                yield Meeting(op, op.need("group", str), given)
 
     def _compute(self, op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
         outputs = evaluate(op, given)
