@@ -4,6 +4,7 @@ Axes: B sequences, T new tokens, D embed, Q query_latent, I index heads, K index
 Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 2.1; fact sheet of models, sections 5.2 and 5.3.
 """
 
+import functools
 from typing import Generic
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from kimi_graph import ops
 from kimi_graph.config import IndexerConfig
 from kimi_graph.ops import as_f32, at_least_f32, contract
+from kimi_graph.parallel import constrain, shard_map, ways
+from kimi_graph.parallel.annotate import own_index
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
@@ -51,12 +54,39 @@ def select(
 ) -> Tensor:
     """Positions each new token attends to: `[B, T, J]` int32, see `ops.select_keys`.
 
+    All heads are summed before anything is chosen, so on a mesh not they but the queries are shared out, and every
+    device gets the positions that the others found.
+
     Args:
         query_BTQ: the attention query's normalised low-rank form. index: `[P, page, K]`, cached keys of all tokens.
     """
+    own = ("batch", "index_queries", None)
+    query_BTQ, x_BTD = constrain(query_BTQ, *own), constrain(x_BTD, *own)
     q_BTIK = rotate_front(c, contract("btq,ikq->btik", query_BTQ, p.query), batch)
     weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * as_f32(c.heads**-0.5)
-    return ops.select_keys(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts, c.top_k)
+    given = ((*own, None), own, ("pages", None, None), ("batch", None), ("batch",), ("batch",))
+    run = shard_map(functools.partial(select_own, top_k=c.top_k), given, own)
+    selected_BTJ = run(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts)
+    return constrain(selected_BTJ, "batch", "sequence", None)
+
+
+def select_own(
+    q_BTIK: Tensor,
+    weights_BTI: Tensor,
+    index: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    """`ops.select_keys` for the queries of this device, a stretch of each row's. The body of a `shard_map`."""
+    if ways(q_BTIK, "index_queries") > 1:
+        tokens = q_BTIK.shape[1]
+        first = own_index(q_BTIK, "index_queries", tokens)
+        before = lengths - counts
+        lengths, counts = before + torch.minimum(counts, first + tokens), (counts - first).clamp(0, tokens)
+    return ops.select_keys(q_BTIK, weights_BTI, index, block_table, lengths, counts, top_k)
 
 
 def rotate_front(c: IndexerConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:

@@ -25,7 +25,8 @@ from tests.compile.family import small_model
 MODELS = ("kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2")
 MESHES = ("tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2")
 ROWS, PAGE, PAGES = 4, 16, 6  # 96 tokens a sequence: more than the fixtures' top-k of 64, so that keys are selected
-BEFORE = torch.tensor([70, 3, 88, 0])
+TOKENS = 12  # of a prefill; split over 2 and 4 where the indexer's queries are
+BEFORE = torch.tensor([70, 3, 80, 0])
 PATCHES = 16
 
 # Collectives by part, all in all; those of MoE by whether its experts are latent, and whether they are split over data.
@@ -46,7 +47,7 @@ def model(name: str) -> ModelConfig:
 
 def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
     """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own."""
-    tokens = {"vision": PATCHES, "prefill": 5, "decode": 1}[phase]
+    tokens = {"vision": PATCHES, "prefill": TOKENS, "decode": 1}[phase]
     pages, slots = ROWS * PAGES + shards, ROWS + shards
     images = 4 if c.vision is not None and phase != "decode" else 0
     return Bucket(
@@ -57,7 +58,7 @@ def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
 def batches(c: ModelConfig, b: Bucket, shards: int) -> tuple[Batch[Tensor], Batch[Tensor]]:
     """A batch whose ids count through the pools of all shards, and the same with ids within each."""
     rows = ROWS // shards
-    counts = torch.ones(ROWS).long() if b.step else torch.tensor([5, 3, 0, 4])
+    counts = torch.ones(ROWS).long() if b.step else torch.tensor([TOKENS, 7, 0, 9])
     table = torch.arange(1, rows * PAGES + 1, dtype=torch.int32).view(rows, PAGES)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
     within, through = [], []
@@ -122,7 +123,8 @@ def expected(c: ModelConfig, b: Bucket, mesh: Mesh) -> dict[str, int]:
     latent = any(getattr(x.ffn, "latent", None) for x in c.layers)
     over_data = mesh.data > 1 and mesh.experts > mesh.tensor
     sums = SUMS | {"moe": MOE[("latent" if latent else "plain") + (" over data" if over_data else "")]}
-    sums |= {"vision_project": 1}
+    selects = not b.step and any(getattr(x.mixer, "indexer", None) for x in c.layers)
+    sums |= {"vision_project": 1, "mla": 1 + selects}  # queries of the indexer are shared out, what they find gathered
     return {use.part: sums[use.part] for use in phases.uses(c, b) if use.part in sums}
 
 

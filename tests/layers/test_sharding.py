@@ -35,7 +35,7 @@ RULES = {
     "batch": "data", "slots": "data", "pages": "data", "token": "data", "embed": None,
     "heads": "tensor", "key": None, "value": None, "gate_rank": None, "latent": None,
     "ffn": "tensor", "experts": "tensor", "expert_ffn": None, "vocab": "tensor",
-    "query_latent": None, "index_heads": None, "expert_embed": None,
+    "query_latent": None, "index_heads": None, "expert_embed": None, "sequence": None, "index_queries": None,
 }  # fmt: skip
 
 ROWS, TOKENS, PAGE, PAGES, EMBED, EPS = 4, 5, 4, 3, 12, 1e-5
@@ -167,6 +167,12 @@ def test_ffn_needs_one_all_reduce(rules, situ):
     args, axes = {"p": values(specs), "x": hidden()}, {"p": specs, "x": HIDDEN}
     piece = check(rules, lambda p, x: {"y": layers.ffn(p, x, situ)}, args, axes, {"y": HIDDEN})
     assert log(piece) == [all_reduce(rules)]
+
+
+@pytest.mark.parametrize("data, tensor", [(1, 5), (2, 5)])
+def test_queries_of_the_indexer_are_shared_out_and_their_selections_gathered(data, tensor):
+    rules = rules_of(data, tensor, index_queries="tensor", heads=None)
+    assert run_mla(rules, SPARSE, step=False) == [("all_gather", ("tensor",), (ROWS // data, 1, 4))]
 
 
 def run_moe(rules: Rules, config: MoeConfig = MOE) -> Log:
