@@ -17,7 +17,7 @@ from kimi_graph.errors import ShardingError
 from . import collectives
 from .mesh import Axes
 from .rules import Rules
-from .value import Sharded, Value, name_of, refused, rule
+from .value import CallError, Sharded, Value, name_of, rule
 
 Body = Callable[..., Any]
 BODY: dict[str, Body] = {}
@@ -50,12 +50,10 @@ class Local(Value):
             if any(x.pending for x in locals_):
                 raise ShardingError("a summand is the last thing that a body says.")
             return BODY.get(name_of(f), _each)(f, *args, **kwargs)
+        except CallError:
+            raise
         except ShardingError as error:
-            if getattr(error, "placed", False):
-                raise
-            made = refused(f, args, error)
-            made.placed = True  # type: ignore[attr-defined]
-            raise made from None
+            raise CallError(f, args, error) from None
 
 
 def _each(f: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,13 +4,14 @@ import contextlib
 import contextvars
 import functools
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 _PACKAGE = Path(__file__).parents[1]
-_TORCH = Path(torch.__file__).parent
+_OTHERS = (Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))  # nobody's layers
 _MACHINERY = ("ops", "parallel", "compile/capture.py", "compile/sharded.py")  # runs layers, is none
 
 _given: contextvars.ContextVar[str] = contextvars.ContextVar("given", default="")
@@ -45,9 +46,7 @@ def author_line() -> str:
 @functools.lru_cache(maxsize=4096)
 def _author_file(name: str) -> str:
     path = Path(name)
-    if name.startswith("<") or path.is_relative_to(_TORCH):
-        return ""
-    if not path.is_relative_to(_PACKAGE):
-        return path.name
-    inside = path.relative_to(_PACKAGE)
-    return "" if any(inside.is_relative_to(part) for part in _MACHINERY) else inside.as_posix()
+    if path.is_relative_to(_PACKAGE):
+        inside = path.relative_to(_PACKAGE)
+        return "" if any(inside.is_relative_to(part) for part in _MACHINERY) else inside.as_posix()
+    return "" if name.startswith("<") or any(path.is_relative_to(other) for other in _OTHERS) else path.name

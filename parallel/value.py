@@ -10,6 +10,7 @@ what is the same everywhere; both are exact and the second is free. Everything e
 `shard_map`) or is a `ShardingError` at the author's line. So no weight or cache is ever gathered silently.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -107,15 +108,18 @@ def shown(values: Iterable[Any]) -> str:
     def show(x: Any) -> str:
         if isinstance(x, (list, tuple)):
             return f"[{shown(x)}]"
-        return str(x) if isinstance(x, (Value, str, int, float, torch.dtype)) else type(x).__name__
+        plain = x is None or isinstance(x, (Value, str, int, float, torch.dtype))
+        return str(x) if plain else type(x).__name__
 
     return ", ".join(map(show, values))
 
 
-def refused(f: Any, args: Iterable[Any], error: object) -> ShardingError:
-    """The error of a call that has no rule, or whose rule refuses: where, what, why."""
-    where = author_line()
-    return ShardingError(f"{where + ': ' if where else ''}{name_of(f)}({shown(args)}): {error}")
+class CallError(ShardingError):
+    """A call that has no rule, or whose rule refuses: where, what, why. The innermost call is the one that is named."""
+
+    def __init__(self, f: Any, args: Iterable[Any], error: object) -> None:
+        where = author_line()
+        super().__init__(f"{where + ': ' if where else ''}{name_of(f)}({shown(args)}): {error}")
 
 
 # ---- the global value ------------------------------------------------------------------------------------------------
@@ -236,15 +240,22 @@ class Sharded(Value):
             args, kwargs = _global_values(args, kwargs)
             if found is None:
                 raise ShardingError("it has no sharding rule; write it with functions that have one, or in shard_map.")
+            _check_form(found, (f, *args), kwargs)
             if not linear:
                 args, kwargs = pytree.tree_map_only(Sharded, Sharded.reduced, (args, kwargs))
             return found(f, *args, **kwargs)
+        except CallError:
+            raise
         except ShardingError as error:
-            if getattr(error, "placed", False):
-                raise
-            made = refused(f, args, error)
-            made.placed = True  # type: ignore[attr-defined]  # the innermost call says where it was
-            raise made from None
+            raise CallError(f, args, error) from None
+
+
+def _check_form(found: "Rule", args: Any, kwargs: Any) -> None:
+    """Refuse arguments that a rule does not know."""
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ShardingError(f"its rule does not know this form: {error}.") from None
 
 
 def _common(have: Axes, want: Axes) -> int:

@@ -145,6 +145,8 @@ def test_an_error_names_line_values_reason_and_remedy():
         (lambda x, y: x + y, ("batch _", "heads _"), r"is split over data, and has to be over tensor|over data"),
         (lambda x: torch.kthvalue(x, 1)[0], ("batch _",), r"no sharding rule"),
         (lambda x: x.add_(1), ("batch _",), r"no sharding rule"),
+        (lambda x: x.squeeze(), ("batch _",), r"does not know this form: missing a required argument: 'dim'"),
+        (lambda x: constrain(x, None), ("batch _",), r"constrain\(\[12@data, 6\], None\): 1 axes"),
         (lambda x: F.silu(x, inplace=True), ("batch _",), r"never written in place"),
         (lambda x: x if x.sum() else -x, ("batch _",), r"truth of \[\]\+data is not known"),
         (lambda x: x.flatten(), ("_ heads",), r"dimension 1 of .* may not be merged into the one before"),
