@@ -12,7 +12,7 @@ from kimi_graph import tree
 from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
 from kimi_graph.compile.sharded import ShardedCapture, check
-from kimi_graph.config import MlaConfig, ModelConfig
+from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
@@ -136,6 +136,30 @@ def test_parts_of_a_model_on_a_mesh_equal_those_without(name, mesh, phase):
     b = bucket(c, phase, m.data)
     found = parts(c, b, preset(c, m, phase))
     assert counts(found) == expected(c, b, m)
+
+
+def in_threes(name: str) -> ModelConfig:
+    """A preset's fixture with three heads, and sizes that three ranks can share out."""
+    c = model(name)
+
+    def sizes(layer: LayerConfig) -> LayerConfig:
+        ffn = {"ffn": 192} if isinstance(layer.ffn, DenseConfig) else {"experts": 15, "groups": 1, "kept_groups": 1}
+        ffn |= {"shared_ffn": 96} if isinstance(layer.ffn, MoeConfig) else {}
+        mixer = dataclasses.replace(layer.mixer, heads=3)
+        if isinstance(mixer, KdaConfig):
+            mixer = dataclasses.replace(mixer, stored_rates=(3,))
+        return dataclasses.replace(layer, mixer=mixer, ffn=dataclasses.replace(layer.ffn, **ffn))
+
+    return dataclasses.replace(c, layers=tuple(map(sizes, c.layers)), vocab=513)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3,ep=3"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "deepseek-v3.2"])
+def test_three_ranks_are_as_good_as_two(name, mesh, phase):
+    c, m = in_threes(name), Mesh.parse(mesh)
+    b = bucket(c, phase, m.data)
+    assert counts(parts(c, b, preset(c, m, phase))) == expected(c, b, m)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])
