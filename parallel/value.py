@@ -211,11 +211,18 @@ class Sharded(Value):
         rest = [axis for axis in self.partial if axis not in axes]
         return self.like(local, self.dims_with(dim, (*self.dims[dim], *axes)), rest)
 
+    def exchanged(self, dim: int, to: int, axes: Axes) -> "Sharded":
+        """With the last mesh axes of `dim` splitting dimension `to` instead."""
+        local = collectives.all_to_all(self.mesh, self.local, axes, to, dim)
+        dims = list(self.dims)
+        dims[dim], dims[to] = dims[dim][: -len(axes)], (*dims[to], *axes)
+        return self.like(local, dims, self.partial)
+
     def placed(self, wanted: Sequence[Axes]) -> "Sharded":
         """Moved to the mesh axes of `wanted`, by as little as that takes.
 
         A pending sum that ends up split is a reduce-scatter; one that neither is split nor has to be gathered stays
-        pending.
+        pending. Mesh axes that go from one dimension to another are an all-to-all.
         """
         x = self if self._reduced is None else self._reduced
         for dim, axes in enumerate(wanted):
@@ -223,6 +230,11 @@ class Sharded(Value):
             new = axes[len(have) :]
             if new and axes[: len(have)] == have and set(new) <= set(x.partial):
                 x = x.scattered(dim, new)
+        for dim, axes in enumerate(wanted):
+            lost = x.dims[dim][_common(x.dims[dim], axes) :]
+            to = [d for d, have in enumerate(x.dims) if wanted[d] == (*have, *lost)]
+            if lost and to:
+                x = x.exchanged(dim, to[0], lost)
         for dim, axes in enumerate(wanted):
             keep = _common(x.dims[dim], axes)
             if keep < len(x.dims[dim]):

@@ -91,6 +91,13 @@ def test_only_constrain_gathers():
     assert issued(piece) == ["all_gather tensor [2, 6] float64"]
 
 
+@pytest.mark.parametrize("before, after", [("heads embed", "embed heads"), ("token embed", "batch heads")])
+def test_a_split_that_goes_to_another_dimension_is_an_all_to_all(before, after):
+    f = lambda x: {"y": constrain(x, *after.split())}  # noqa: E731
+    piece = check(RULES, f, {"x": normal(12, 6)}, {"x": before}, {"y": after})
+    assert [c.name for c in piece.collectives] == ["all_to_all"]
+
+
 def test_a_graph_knows_no_rank_and_costs_the_same_for_every_mesh():
     def f(x, w):
         return {"y": F.silu(x @ w)}
