@@ -226,19 +226,20 @@ class Sharded(Value):
         """
         x = self if self._reduced is None else self._reduced
         for dim, axes in enumerate(wanted):
-            have = x.dims[dim]
-            new = axes[len(have) :]
-            if new and axes[: len(have)] == have and set(new) <= set(x.partial):
-                x = x.scattered(dim, new)
-        for dim, axes in enumerate(wanted):
             lost = x.dims[dim][_common(x.dims[dim], axes) :]
             to = [d for d, have in enumerate(x.dims) if wanted[d] == (*have, *lost)]
             if lost and to:
                 x = x.exchanged(dim, to[0], lost)
         for dim, axes in enumerate(wanted):
+            new = axes[len(x.dims[dim]) :]
+            if new and axes == (*x.dims[dim], *new) and set(new) <= set(x.partial):
+                x = x.scattered(dim, new)
+        for dim, axes in enumerate(wanted):
             keep = _common(x.dims[dim], axes)
             if keep < len(x.dims[dim]):
                 x = x.reduced().gathered(dim, keep)
+        if any(set(axes) & set(x.partial) for axes in wanted):
+            x = x.reduced()
         for dim, axes in enumerate(wanted):  # after all that had to be gathered
             x = x.sliced(dim, axes)
         return x

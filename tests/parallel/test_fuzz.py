@@ -178,6 +178,12 @@ def test_a_rule_is_exact_or_refuses(form, mesh):
     fuzz_form(form, mesh)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("form", [f"constrain{f}" for f in ("", " whole", " both", " turned", " swapped")])
+def test_constrain_comes_from_everywhere(form, mesh):
+    assert fuzz_form(form, mesh, everything=True).refused == 0
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("form", FORMS)

@@ -68,6 +68,13 @@ def test_a_pending_sum_that_ends_up_split_is_a_reduce_scatter():
     assert issued(piece) == ["reduce_scatter tensor [6, 5] float64"]
 
 
+def test_a_pending_sum_that_ends_up_split_over_more_is_taken_and_sliced():
+    rules = RULES.changed(wide=("tensor", "data"), batch=None)
+    args, axes = pending()
+    piece = check(rules, lambda x, w: {"y": x @ w}, args, axes, {"y": "wide embed"})
+    assert issued(piece) == ["all_reduce tensor [12, 5] float64"]
+
+
 def test_a_sum_that_was_taken_already_is_only_sliced():
     def f(x, w):
         y = x @ w
