@@ -73,7 +73,7 @@ class _Exact(fx.Interpreter):
 
 def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: list[Step]) -> str:
     """A line that names the first node that differs, or says that none was found."""
-    model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, params, "exact")
+    model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, config, params, "exact")
     file = bundle.folder / SOURCES
     origins = read_json(file) if file.is_file() else {}
     for step in steps:

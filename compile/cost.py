@@ -27,7 +27,7 @@ from .manifest import is_weight
 from .view import Desc, Edge, Node, View, view
 
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
-VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "ExpandDims"}
+VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "ExpandDims", "Bitcast"}
 COPIES = {
     "casts": {"Cast"},
     "padding": {"PadV3", "Slice"},  # Slice takes the padding off again; slices of a model are StridedSliceV2
@@ -148,7 +148,8 @@ PARTS: Mapping[str, Parts] = {
     "GroupedMatmul": _experts,
     "FusedInferAttentionScore": _pages("key0", "value0", "key_rope"),
     "LightningIndexer": _pages("key"),
-    "SparseFlashAttention": _selected,
+    "QuantLightningIndexer": _pages("key", "key_dequant_scale"),
+    **dict.fromkeys(("SparseFlashAttention", "KvQuantSparseFlashAttention"), _selected),
 }
 
 

@@ -19,6 +19,7 @@ from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
 
 from . import air, bundle, constants
+from .caches import check_kv_dtype, quantise_caches
 from .capture import Captured
 from .checks import check_graph
 from .convert import convert
@@ -57,6 +58,7 @@ class Request:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
         patches: of a picture, at most; None: 4,096 (models with vision alone).
+        kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
     """
 
@@ -70,6 +72,7 @@ class Request:
     pages: int | None = None
     constants: bool = False
     patches: int | None = None
+    kv_dtype: str = "bf16"
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -93,6 +96,7 @@ class Request:
                 f"the nearest is {min(1024, max(16, round(self.page / 16) * 16))}."
             )
         sequence_pages = check_length(self.config, self.max_len, self.page).pages
+        check_kv_dtype(self.config, self.target, self.kv_dtype, sequence_pages * self.page)
         if "prefill" in self.phases and self.chunk > self.max_len:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
         pages = self.rows * sequence_pages + 1 if self.pages is None else self.pages
@@ -171,7 +175,8 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
     with clock.step("trace"):
-        captured = capture_pieces(request.config, b)
+        traced = capture_pieces(request.config, b)
+        captured = {name: quantise_caches(c, request.kv_dtype) for name, c in traced.items()}
     with clock.step("convert"):
         pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
     with clock.step("stamp"):
@@ -305,6 +310,7 @@ def compile_model(
     page: int | None = None,
     pages: int | None = None,
     patches: int | None = None,
+    kv_dtype: str = "bf16",
     weights: str = "input",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
@@ -329,6 +335,7 @@ def compile_model(
         chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
         max_len=length,
         constants=weights == "constant",
+        kv_dtype=kv_dtype,
         **{name: value for name, value in given.items() if value is not None},
     )
     request.buckets()  # refuse before anything expensive
@@ -390,7 +397,7 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
     import kimi_graph
 
     c, b = request.config, graphs[0].bucket
-    state = state_contract(c, b, [g.model for g in graphs])
+    state = state_contract(c, b, [g.model for g in graphs], request.kv_dtype)
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},

@@ -710,6 +710,15 @@ def _no_window(use: Use) -> Iterator[Fault]:
         yield from expect(name, use.attr(name), NO_WINDOW)
 
 
+def _index_heads(use: Use, heads: int) -> Iterator[Fault]:
+    if use.target.soc == "950":
+        yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
+    elif _release(use) < (9, 1):
+        yield from expect("the number of index heads", heads, 64, "Pad with heads of weight zero.")
+    else:
+        yield from at_most("the number of index heads", heads, 64)
+
+
 @limit("LightningIndexer")
 def _(use: Use) -> Iterator[Fault]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
@@ -737,12 +746,7 @@ def _(use: Use) -> Iterator[Fault]:
     rows, tokens, heads, width = query
     yield from expect("the width of query and key", (width, key[3]), (128, 128))
     yield from expect("weights", use.shape("weights"), query[:3])
-    if use.target.soc == "950":
-        yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
-    elif old:
-        yield from expect("the number of index heads", heads, 64, "Pad with heads of weight zero.")
-    else:
-        yield from at_most("the number of index heads", heads, 64)
+    yield from _index_heads(use, heads)
     yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
     yield from expect("sparse_values", use.made("sparse_values"), (0,), "There are none without return_values.")
 
@@ -783,6 +787,115 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("attention_out", use.made("attention_out"), query)
     for name in ("softmax_max", "softmax_sum"):
         yield from expect(name, use.made(name), (0,), "There is none without return_softmax_lse.")
+
+
+# ---- caches in 8 bits ------------------------------------------------------------------------------------------------
+
+I8, E4M3 = (DTYPES[name].proto for name in ("I8", "E4M3"))
+TILE = 128  # latents of a scale
+CACHE_ROW = 512 + 2 * 64 + 4 * 512 // TILE  # bytes: latents, rope channels of 16 bits, float32 scales
+
+
+@limit("DynamicQuant")
+def _(use: Use) -> Iterator[Fault]:
+    x, made, number = use.shape("x"), use.node.output("y"), use.attr("dst_type")
+    if x is not None and len(x) < 2:
+        yield f"x is {_text(x)}", "2 dims or more", ""
+        return
+    named = _PROTO_OF_GE.get(number)
+    if made is not None and made.dtype and named != made.dtype:
+        found = f"dst_type {number} is {SHORT.get(named or 0, 'no dtype')}, y {SHORT.get(made.dtype, made.dtype)}"
+        yield found, "the same", "dst_type counts as GE's C++ enum does, descriptions as the protobuf enum."
+    yield from expect("y", use.made("y"), x)
+    yield from expect("scale", use.made("scale"), None if x is None else x[:-1])
+    if use.given("group_index") and not use.given("smooth_scales"):
+        yield "group_index without smooth_scales", "both, or neither", ""
+
+
+@limit("Bitcast")
+def _(use: Use) -> Iterator[Fault]:
+    """The same bytes: where the new dtype is narrower a dimension more, of as many as make one of the old."""
+    x, y, made = use.node.input("x"), use.node.output("y"), use.attr("type")
+    if x is None or y is None or x.shape is None or y.shape is None or not x.dtype or not y.dtype:
+        return
+    if made.proto != y.dtype:
+        yield f"type {made.name}, y {SHORT.get(y.dtype, y.dtype)}", "the same", ""
+        return
+    widths = [Dtype.of_proto(d.dtype).shared for d in (x, y)]
+    if widths[0] is None or widths[1] is None:
+        return
+    size, rest = divmod(widths[0].itemsize, widths[1].itemsize)
+    if rest or not size:
+        yield f"from {SHORT[x.dtype]} to {SHORT[y.dtype]}", "a dtype that is not wider", ""
+        return
+    last = x.shape[-1:] if x.shape else ()
+    wanted = x.shape if size == 1 else (*x.shape[:-1], last[0] * size) if use.attr("keep_dim") else (*x.shape, size)
+    yield from expect("output", y.shape, wanted)
+
+
+@limit("QuantLightningIndexer")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_key", use.attr("layout_key"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    for name in ("query_quant_mode", "key_quant_mode"):
+        yield from expect(name, use.attr(name), 0, "By token and head is the one mode there is.")
+    count = use.attr("sparse_count")
+    if not 1 <= count <= 2048:
+        yield f"sparse_count is {count}", "1 to 2,048", ""
+    found = (use.dtype("weights"), use.dtype("query_dequant_scale"))
+    legal = {I8: [(F16, F16)], E4M3: [(BF16, F32), (F16, F16)]}.get(use.dtype("query") or 0, [found])
+    if None not in found and found not in legal:
+        shown = " or ".join(f"{SHORT[w]} and {SHORT[s]}" for w, s in legal)
+        yield f"weights and scales are {' and '.join(SHORT[d or 0] for d in found)}", shown, "See the dtype of query."
+    if (use.attr("layout_query"), use.attr("layout_key")) != ("BSND", "PA_BSND"):
+        return
+    ranks = {"query": 4, "key": 4, "weights": 3, "query_dequant_scale": 3, "key_dequant_scale": 3, "block_table": 2}
+    if faults := _ranks(use, **ranks):
+        yield from faults
+        return
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_key")
+    if query is None or key is None:
+        return
+    rows, tokens, heads, width = query
+    yield from expect("the width of query and key", (width, key[3]), (128, 128))
+    for name in ("weights", "query_dequant_scale"):
+        yield from expect(name, use.shape(name), query[:3])
+    yield from expect("key_dequant_scale", use.shape("key_dequant_scale"), key[:3])
+    yield from _index_heads(use, heads)
+    yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
+
+
+@limit("KvQuantSparseFlashAttention")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_kv", use.attr("layout_kv"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    one = {"key_quant_mode": 2, "value_quant_mode": 2, "attention_mode": 2, "quant_scale_repo_mode": 1}
+    for name, value in (one | {"tile_size": TILE, "rope_head_dim": 64}).items():
+        yield from expect(name, use.attr(name), value, "It is the one value there is.")
+    size = use.attr("sparse_block_size")
+    yield from one_of("sparse_block_size", size, (1,) if use.target.soc == "950" else (1, 2, 4, 8, 16))
+    for name in ("key_dequant_scale", "value_dequant_scale"):
+        if use.given(name):
+            yield f"{name} is given", "none", "Scales are in the rows of key."
+    if (use.attr("layout_query"), use.attr("layout_kv")) != ("BSND", "PA_BSND"):
+        return
+    if faults := _ranks(use, query=4, key=4, value=4, sparse_indices=4, block_table=2):
+        yield from faults
+        return
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_kv")
+    if query is None or key is None:
+        return
+    yield from expect("the width of query and key", (query[3], key[3]), (576, CACHE_ROW))
+    yield from expect("value", use.shape("value"), key)
+    indices = use.shape("sparse_indices")
+    yield from expect("sparse_indices", None if indices is None else indices[:3], (*query[:2], 1))
+    heads = (*POWERS_OF_TWO, 48) if use.target.soc == "950" else POWERS_OF_TWO
+    yield from one_of("the number of heads", query[2], heads, "Pad with heads of zeros.")
+    yield from expect("attention_out", use.made("attention_out"), (*query[:3], 512))
 
 
 # ---- linear attention ------------------------------------------------------------------------------------------------

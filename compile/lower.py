@@ -154,8 +154,12 @@ class Room:
             return x
         return self.mark(self.host.ge.BroadcastTo(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
 
-    def pad(self, x: Value, dim: int, size: int) -> Value:
-        """`x` with zeros after it along `dim`, up to `size`; itself where it has that size."""
+    def number(self, dtype: torch.dtype) -> int:
+        """GE's number of a dtype, as attributes have it."""
+        return Dtype.of_torch(dtype).ge
+
+    def pad(self, x: Value, dim: int, size: int, value: float = 0.0) -> Value:
+        """`x` with zeros, or `value`, after it along `dim`, up to `size`; itself where it has that size."""
         shape = list(self.shape(x))
         added, shape[dim] = size - shape[dim], size
         assert added >= 0, (dim, size, self.shape(x))
@@ -163,7 +167,8 @@ class Room:
             return x
         sides = [0] * (2 * len(shape))
         sides[2 * (dim % len(shape)) + 1] = added
-        made = self.PadV3(x, self.const(sides, torch.int64))  # zeros where no value is given
+        filler = () if value == 0 else (self.const(value, self.dtype(x)),)  # zeros where no value is given
+        made = self.PadV3(x, self.const(sides, torch.int64), *filler)
         return self.mark(made, shape, self.dtype(x))
 
     def first(self, x: Value, dim: int, size: int) -> Value:

@@ -17,7 +17,7 @@ from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.spec import ParamSpec
 
-from . import recipe
+from . import caches, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
 from .phases import Bucket, graph_inputs
@@ -94,9 +94,9 @@ def bucket_of(manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Bucket:
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef]) -> dict[str, Any]:
+def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef], kv_dtype: str) -> dict[str, Any]:
     """What a runtime must hold between steps, and how it says where; `b`: any bucket of the bundle."""
-    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    specs = caches.state_specs(c, kv_dtype, slots=b.slots, pages=b.pages, page=b.page)
     described = {op.name: op.output_desc[0] for m in models for op in m.graph[0].op if op.type == "RefData"}
     entries = []
     for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True)):
@@ -117,7 +117,8 @@ def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef]) -> dic
         "page_tokens": b.page,
         "pages_per_sequence": b.sequence_pages,
         "tokens_per_sequence": b.sequence_pages * b.page,
-        "rules": RULES,
+        "kv_dtype": kv_dtype,
+        "rules": RULES if kv_dtype == "bf16" else RULES + caches.RULES,
         "states": entries,
     }
 
@@ -169,8 +170,15 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     """
     manifest, where = bundle.manifest, bundle.folder / MANIFEST
     buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
-    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values()))
+    kv_dtype = manifest["state"].get("kv_dtype")
+    if kv_dtype not in caches.KV_DTYPES:
+        raise BundleError(f"{where}: state.kv_dtype is {kv_dtype!r}; one of {', '.join(caches.KV_DTYPES)} expected.")
+    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values(), kv_dtype))
+    kept = {op.name: op.output_desc[0] for m in models.values() for op in m.graph[0].op if op.type == "RefData"}
     for s in manifest["state"]["states"]:
+        if s["name"] in kept and _dtype(dtype_of(kept[s["name"]])) != s["dtype"]:
+            found = _dtype(dtype_of(kept[s["name"]]))
+            raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
         if math.prod(s["shape"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):

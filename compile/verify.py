@@ -28,6 +28,7 @@ from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
 from . import air, recipe
+from .caches import as_kept, as_model
 from .bundle import LOCAL, Bundle, open_bundle, read_json
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
@@ -336,8 +337,9 @@ class ModelSide:
 class GraphSide:
     """The bundle's graphs in the executor."""
 
-    def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
+    def __init__(self, bundle: Bundle, config: ModelConfig, params: Any, mode: str) -> None:
         self.mode, self.dtype = mode, params.embed.dtype
+        self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
@@ -351,7 +353,7 @@ class GraphSide:
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
             s["name"]: torch.zeros(
-                s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]]
+                s["graph_shape"], dtype=torch.float64 if mode == "exact" else getattr(torch, s["dtype"])
             )
             for s in bundle.manifest["state"]["states"]
         }
@@ -373,8 +375,12 @@ class GraphSide:
 
     def take(self, states: dict[str, Tensor]) -> None:
         """Start from the model's states."""
-        for name, value in states.items():
+        for name, value in as_kept(self.config, self.kv_dtype, states, exact=self.mode == "exact").items():
             self.states[name].copy_(value.view(self.states[name].shape))
+
+    def named_states(self) -> dict[str, Tensor]:
+        """What the states hold, under the model's names; dimensions as the graphs have them."""
+        return as_model(self.config, self.kv_dtype, self.states)
 
 
 def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -450,8 +456,8 @@ def compare(
     params = load_params(checkpoint, config, dtype=torch.float64)
     model = ModelSide(config, bundle.manifest["state"], params)
     graphs = {
-        "exact": GraphSide(bundle, params, "exact"),
-        "native": GraphSide(bundle, load_params(checkpoint, config), "native"),
+        "exact": GraphSide(bundle, config, params, "exact"),
+        "native": GraphSide(bundle, config, load_params(checkpoint, config), "native"),
     }
     comparisons = {
         "exact": Comparison("exact", EXACT_TOLERANCE, largest),
@@ -476,8 +482,9 @@ def compare(
             comparisons[mode].add(what, where, found[step.used], logits[step.used])
             if step.phase == "vision":
                 continue
+            states = side.named_states()
             for name, value in model.named_states().items():
-                mine = side.states[name].reshape(value.shape)
+                mine = states[name].reshape(value.shape)
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
