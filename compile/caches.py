@@ -27,8 +27,8 @@ KV_DTYPES = ("bf16", "int8", "fp8")
 STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 CHIPS = {"int8": ("a2", "a3", "950"), "fp8": ("950",)}  # whose sparse attention takes the dtype
 RULES = [
-    "latent: a row is the token's 8-bit latents, the bytes of its rope channels in bfloat16, and the bytes of a float32 "
-    "scale for each 128 latents. A quantised number times its scale is the number.",
+    "latent: a row is the token's 8-bit latents, the bytes of its rope channels in bfloat16, and the bytes of a "
+    "float32 scale for each 128 latents. A quantised number times its scale is the number.",
     "index: an 8-bit key of each token; index_scale: its scale.",
 ]
 
@@ -51,18 +51,17 @@ def check_kv_dtype(c: ModelConfig, target: Target, kv_dtype: str, capacity: int)
         raise CompileError(f"--kv-dtype {kv_dtype!r}: unknown; one of {', '.join(KV_DTYPES)}.")
     if kv_dtype == "bf16":
         return
-    legal = ", ".join(name for name in KV_DTYPES if target.soc in CHIPS.get(name, (target.soc,)))
     if target.soc not in CHIPS[kv_dtype]:
+        legal = ", ".join(name for name in KV_DTYPES if target.soc in CHIPS.get(name, (target.soc,)))
         raise CompileError(f"--kv-dtype {kv_dtype}: {target.name} has no 8-bit floats; it takes {legal}.")
+    why = "caches of 8 bits are for sparse attention alone"
     top_k = max((x.mixer.indexer.top_k for x in c.layers if quantised_layer(x)), default=0)  # type: ignore[union-attr]
     if not top_k:
-        raise CompileError(
-            f"--kv-dtype {kv_dtype}: {c.name} has no indexer; caches of 8 bits are for sparse attention alone, take bf16."
-        )
+        raise CompileError(f"--kv-dtype {kv_dtype}: {why}, and {c.name} has no indexer; take bf16.")
     if capacity <= top_k:
         raise CompileError(
-            f"--kv-dtype {kv_dtype}: sequences of {capacity:,} tokens are attended to whole, as the indexer keeps "
-            f"{top_k:,}, and caches of 8 bits are for sparse attention alone; take bf16, or --max-len {top_k + 1} or more."
+            f"--kv-dtype {kv_dtype}: {why}, and sequences of {capacity:,} tokens are attended to whole, as the indexer "
+            f"keeps {top_k:,}; take bf16, or --max-len {top_k + 1} or more."
         )
 
 

@@ -276,7 +276,7 @@ class Compiled:
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
-                f"{s['tokens_per_sequence']:,} tokens a sequence",
+                f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
                 f"memory    {_memory(m)}",
                 f"time      {steps}",
             ]
@@ -433,7 +433,8 @@ def unproved(graphs: list[Graph]) -> list[str]:
     ours = (
         [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
     )
-    return [*UNPROVED, *ours]
+    rows = [QUANTISED_ROWS] if "KvQuantSparseFlashAttention" in types else []
+    return [*UNPROVED, *ours, *rows]
 
 
 def _target_entry(t: Target) -> dict[str, Any]:
@@ -444,3 +445,8 @@ UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
 ]
+
+QUANTISED_ROWS = (
+    "Rows of 8-bit caches are put together by Bitcast, whose registration lists neither bfloat16 nor 8-bit floats; "
+    "torchair makes it of both, and GE runs it as a Reshape."
+)

@@ -793,6 +793,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 I8, E4M3 = (DTYPES[name].proto for name in ("I8", "E4M3"))
 TILE = 128  # latents of a scale
+INDEXED = ((I8, F16, F16), (E4M3, BF16, F32), (E4M3, F16, F16))  # dtypes of query and key, weights, scales
 CACHE_ROW = 512 + 2 * 64 + 4 * 512 // TILE  # bytes: latents, rope channels of 16 bits, float32 scales
 
 
@@ -828,9 +829,8 @@ def _(use: Use) -> Iterator[Fault]:
     if rest or not size:
         yield f"from {SHORT[x.dtype]} to {SHORT[y.dtype]}", "a dtype that is not wider", ""
         return
-    last = x.shape[-1:] if x.shape else ()
-    wanted = x.shape if size == 1 else (*x.shape[:-1], last[0] * size) if use.attr("keep_dim") else (*x.shape, size)
-    yield from expect("output", y.shape, wanted)
+    wider = (*x.shape[:-1], x.shape[-1] * size) if use.attr("keep_dim") and x.shape else (*x.shape, size)
+    yield from expect("output", y.shape, x.shape if size == 1 else wider)
 
 
 @limit("QuantLightningIndexer")
@@ -843,11 +843,10 @@ def _(use: Use) -> Iterator[Fault]:
     count = use.attr("sparse_count")
     if not 1 <= count <= 2048:
         yield f"sparse_count is {count}", "1 to 2,048", ""
-    found = (use.dtype("weights"), use.dtype("query_dequant_scale"))
-    legal = {I8: [(F16, F16)], E4M3: [(BF16, F32), (F16, F16)]}.get(use.dtype("query") or 0, [found])
-    if None not in found and found not in legal:
-        shown = " or ".join(f"{SHORT[w]} and {SHORT[s]}" for w, s in legal)
-        yield f"weights and scales are {' and '.join(SHORT[d or 0] for d in found)}", shown, "See the dtype of query."
+    dtypes = (use.dtype("query"), use.dtype("weights"), use.dtype("query_dequant_scale"))
+    if None not in dtypes and dtypes not in INDEXED:
+        found, *legal = (" ".join(SHORT.get(d or 0, "-") for d in some) for some in (dtypes, *INDEXED))
+        yield f"query, weights and scales are {found}", " or ".join(legal), ""
     if (use.attr("layout_query"), use.attr("layout_key")) != ("BSND", "PA_BSND"):
         return
     ranks = {"query": 4, "key": 4, "weights": 3, "query_dequant_scale": 3, "key_dequant_scale": 3, "block_table": 2}

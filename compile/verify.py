@@ -5,8 +5,9 @@ slots and pages in scrambled order, rows that end inside a chunk or come later, 
 uses. Twice:
 
 * exact: every float is float64 and float casts do nothing, on both sides. What is left is rounding: <= 1e-12 of scale.
-* native: the graph in its own dtypes, against the exact model; expert choices are taken from the exact run, because a
-  rounding that flips a near tie changes a token's experts and says nothing about the graph.
+* native: the graph in its own dtypes, against the exact model; choices of experts and of keys are taken from the exact
+  run, because a rounding that flips a near tie changes a token's experts and says nothing about the graph. How many of
+  those keys the graph would have chosen itself is counted and shown.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
 
 from . import air, recipe
-from .caches import as_kept, as_model
 from .bundle import LOCAL, Bundle, open_bundle, read_json
+from .caches import as_kept, as_model, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, shape_of
@@ -69,7 +70,7 @@ class Row:
     Attributes:
         what: "logits" or a kind of state, such as "kda.memory". count: tensors compared.
         error: of the worst tensor. exact: largest |difference| / largest |model|; native: the ratio of their 2-norms.
-        where: tensor and step of the largest.
+        where: tensor and step of the largest. bfloat16: tolerance if the caches had not been rounded to 8 bits.
     """
 
     mode: str
@@ -78,20 +79,38 @@ class Row:
     error: float
     tolerance: float
     where: str
+    bfloat16: float | None = None
 
     @property
     def passed(self) -> bool:
         return self.error <= self.tolerance  # NaN fails
 
 
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Of the keys that a layer selects in the exact run, those that the native graph selects by itself.
+
+    Attributes:
+        where: the layer. queries: those that saw more keys than are selected. worst, mean: share of the keys, 0 to 1.
+        chance: mean share that a selection at random would have.
+    """
+
+    where: str
+    queries: int
+    worst: float
+    mean: float
+    chance: float
+
+
 @dataclass
 class Report:
-    """What verify found. `rows` per mode and kind of tensor."""
+    """What verify found. `rows` per mode and kind of tensor; `overlaps` per layer that selects keys."""
 
     rows: list[Row]
     steps: int
     provenance: dict[str, int]
     difference: str = ""
+    overlaps: list[Overlap] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -112,10 +131,20 @@ class Report:
         )
 
     def text(self) -> str:
-        lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}  worst"]
+        beside = any(r.bfloat16 is not None for r in self.rows)
+        title = f"{'bfloat16':>10}" if beside else ""
+        lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}{title}  worst"]
         for r in self.rows:
             mark = "" if r.passed else "  DIFFERS"
-            lines.append(f"{r.mode:<8}{r.what:<14}{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}  {r.where}{mark}")
+            plain = ("-" if r.bfloat16 is None else f"{r.bfloat16:.1e}").rjust(10) if beside else ""
+            numbers = f"{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}{plain}"
+            lines.append(f"{r.mode:<8}{r.what:<14}{numbers}  {r.where}{mark}")
+        if self.overlaps:
+            lines.append(
+                f"{'keys selected':<22}{'queries':>9}{'worst':>10}{'mean':>10}{'by chance':>10}  share of them"
+            )
+        for o in self.overlaps:
+            lines.append(f"{o.where:<22}{o.queries:>9}{o.worst:>10.3f}{o.mean:>10.3f}{o.chance:>10.3f}")
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.provenance.items())
         lines.append(f"semantics of the operator types executed: {kinds}")
         if self.difference:
@@ -128,6 +157,7 @@ class Report:
             "passed": self.passed,
             "steps": self.steps,
             "rows": rows,
+            "overlaps": [dataclasses.asdict(o) for o in self.overlaps],
             "provenance": self.provenance,
             "difference": self.difference,
         }
@@ -421,13 +451,30 @@ def native_tolerance(config: ModelConfig) -> float:
     return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
 
 
+# Rounding of a cache to 8 bits, of its 2-norm, for numbers as normal ones are. int8: 128 of them reach 2.9 deviations,
+# which are 127 steps, and a step rounds by 1 / sqrt(12) of it. float8: half a unit of 3 bits of mantissa is 2^-4 of
+# the power of two, by 1 / sqrt(3) in the mean, and numbers are 1.5 times their power of two, some below the smallest.
+CACHE_ROUNDING = {"bf16": 0.0, "int8": 0.0066, "fp8": 0.026}
+
+
+def cache_tolerance(config: ModelConfig, kv_dtype: str) -> float:
+    """`native_tolerance` of a bundle whose caches have a dtype.
+
+    What attention reads of a cache is off by its rounding, and so is what it adds to the stream; roundings of
+    different layers are independent, and the last one is of the state that is compared.
+    """
+    layers = sum(map(quantised_layer, config.layers))
+    return math.hypot(native_tolerance(config), CACHE_ROUNDING[kv_dtype] * math.sqrt(layers + 1))
+
+
 @dataclass
 class Comparison:
-    """Collects differences of one mode by kind of tensor."""
+    """Collects differences of one mode by kind of tensor. `bfloat16`: see `Row`."""
 
     mode: str
     tolerance: float
     measure: Callable[[Tensor, Tensor], float]
+    bfloat16: float | None = None
     worst: dict[str, Row] = field(default_factory=dict)
 
     def add(self, name: str, where: str, graph: Tensor, model: Tensor) -> None:
@@ -439,8 +486,43 @@ class Comparison:
         count = 1 + (old.count if old else 0)
         if old is None or not (math.isnan(old.error) or error <= old.error):  # NaN is the worst of all, and stays
             where = f"{name}, {where}"
-            old = Row(mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=where)
+            old = Row(
+                mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=where,
+                bfloat16=self.bfloat16,
+            )  # fmt: skip
         self.worst[kind] = dataclasses.replace(old, count=count)
+
+
+SELECTORS = ("LightningIndexer", "QuantLightningIndexer")
+
+
+@dataclass
+class Overlaps:
+    """Collects shares of keys by layer, and the shares that a selection at random would have."""
+
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    chances: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, step: Step, graph: Executor, selections: Selections) -> None:
+        """Of a replayed step: queries without a choice (they see no more keys than are selected) do not count."""
+        for name, own in selections.own.items():
+            if graph.nodes[name].type not in SELECTORS:
+                continue
+            own, exact = own[:, :, 0], selections.chosen[name][:, :, 0]
+            place = torch.arange(own.shape[1])
+            seen = (step.batch.lengths - step.batch.counts)[:, None] + place + 1
+            chose = (seen > own.shape[2]) & (place < step.batch.counts[:, None])
+            layer, pairs = name.partition("/")[0], zip(exact[chose], own[chose], strict=True)
+            self.shares.setdefault(layer, []).extend(float(torch.isin(e, o).double().mean()) for e, o in pairs)
+            self.chances.setdefault(layer, []).extend((own.shape[2] / seen[chose]).tolist())
+
+    def rows(self) -> list[Overlap]:
+        """Of layers that had a choice."""
+        return [
+            Overlap(where=x, queries=len(f), worst=min(f), mean=sum(f) / len(f), chance=sum(self.chances[x]) / len(f))
+            for x, f in self.shares.items()
+            if f
+        ]
 
 
 def compare(
@@ -459,9 +541,11 @@ def compare(
         "exact": GraphSide(bundle, config, params, "exact"),
         "native": GraphSide(bundle, config, load_params(checkpoint, config), "native"),
     }
+    kv_dtype, plain = bundle.manifest["state"]["kv_dtype"], native_tolerance(config)
+    allowed, overlaps = cache_tolerance(config, kv_dtype), Overlaps()
     comparisons = {
         "exact": Comparison("exact", EXACT_TOLERANCE, largest),
-        "native": Comparison("native", native_tolerance(config), norm),
+        "native": Comparison("native", allowed, norm, None if kv_dtype == "bf16" else plain),
     }
     if "native" not in modes:
         del graphs["native"]
@@ -476,7 +560,9 @@ def compare(
             continue
         chosen = Selections()
         for mode, side in graphs.items():
-            found = side.step(step, chosen if mode == "exact" else chosen.replay())
+            selections = chosen if mode == "exact" else chosen.replay()
+            found = side.step(step, selections)
+            overlaps.add(step, side.graphs[step.phase], selections)
             where = f"step {index} ({step.phase})"
             what = "embeddings" if step.phase == "vision" else "logits"
             comparisons[mode].add(what, where, found[step.used], logits[step.used])
@@ -488,7 +574,7 @@ def compare(
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
-    return Report(rows, len(todo), provenance_counts(types))
+    return Report(rows, len(todo), provenance_counts(types), overlaps=overlaps.rows())
 
 
 def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:

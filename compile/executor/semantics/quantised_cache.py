@@ -68,9 +68,9 @@ def bitcast(op: Op, x: Tensor) -> Tensor:
     "QuantLightningIndexer",
     provenance="public CPU reference",
     source="ops-transformer's golden function: the sparse_count largest sums over heads of (weights * query scale) * "
-    "relu(query . key), times the key's scale, equal scores to the lower position, -1 after the last. int8: relu / 1024 "
-    "and weights * query scale are float16, 32 bits are sorted; float8: scores are bfloat16 when they are sorted, in "
-    "the kernel of 950 too",
+    "relu(query . key), times the key's scale, equal scores to the lower position, -1 after the last. int8: "
+    "relu / 1024 and weights * query scale are float16, 32 bits are sorted; float8: scores are bfloat16 when they are "
+    "sorted, in the kernel of 950 too",
     outputs="sparse_indices",
 )
 def quant_lightning_indexer(
@@ -113,9 +113,7 @@ def quant_lightning_indexer(
         return chosen
     narrow, sort = torch.float64, torch.float64
     if not op.exact:
-        narrow, sort = (
-            (torch.float16, torch.float32) if query.dtype == torch.int8 else (torch.float32, torch.bfloat16)
-        )
+        narrow, sort = (torch.float16, torch.float32) if query.dtype == torch.int8 else (torch.float32, torch.bfloat16)
     factors = at_least_f32(weights.to(narrow) * query_dequant_scale.to(narrow))
     divisor = 1024 if narrow == torch.float16 else 1
     for row in range(rows):
@@ -134,9 +132,9 @@ def quant_lightning_indexer(
 @ge_op(
     "KvQuantSparseFlashAttention",
     provenance="public CPU reference",
-    source="ops-transformer's golden function: rows of 512 quantised latents, 64 rope channels in the query's dtype and "
-    "4 float32 scales; latents times their scale are rounded to the query's dtype, then as SparseFlashAttention, the "
-    "latents being the values. Rows past the query's length or without a key: zeros",
+    source="ops-transformer's golden function: rows of 512 quantised latents, 64 rope channels in the query's dtype "
+    "and 4 float32 scales; latents times their scale are rounded to the query's dtype, then as SparseFlashAttention, "
+    "the latents being the values. Rows past the query's length or without a key: zeros",
     outputs="attention_out",
     prototype="query key value sparse_indices key_dequant_scale? value_dequant_scale? block_table? "
     "actual_seq_lengths_query? actual_seq_lengths_kv?",
