@@ -38,7 +38,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     The scale takes the largest number of a row to the largest of an 8-bit dtype; a wider dtype is not rounded to.
     """
-    wide = x.float() if dtype.itemsize == 1 else x.to(dtype)
+    wide = at_least_f32(x) if dtype.itemsize == 1 else x.to(dtype)
     scale = wide.abs().amax(-1) * (1.0 / LARGEST.get(dtype, 1.0))
     over = torch.where(scale == 0, 1, scale)[..., None]
     return (wide / over).round().to(dtype) if dtype == torch.int8 else (wide / over).to(dtype), scale
@@ -46,7 +46,8 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def pack_rows(latent: Tensor, rope: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a cache of `dtype`: `[..., L]`, `[..., R]` -> `[..., W]`."""
-    tiles, scale = quantise(latent.unflatten(-1, (-1, TILE)), dtype)
+    wide = latent.float() if dtype.itemsize == 1 else latent  # the scale's bytes show in which dtype it was computed
+    tiles, scale = quantise(wide.unflatten(-1, (-1, TILE)), dtype)
     parts = tiles.flatten(-2), _as_bytes(rope, torch.bfloat16, dtype), _as_bytes(scale, torch.float32, dtype)
     return torch.cat(parts, -1)
 
@@ -70,9 +71,10 @@ def _of_bytes(x: Tensor, stored: torch.dtype) -> Tensor:
 
 
 def _write(pool: Tensor, rows: Tensor, slot_mapping: Tensor) -> Tensor:
-    raw = torch.int8 if pool.dtype.itemsize == 1 else pool.dtype  # torch copies no rows of 8-bit floats
-    flat, new = pool.flatten(0, 1).view(raw), rows.flatten(0, 1).to(pool.dtype).view(raw)
-    return flat.index_copy(0, slot_mapping, new).view(pool.dtype).view(pool.shape)
+    flat, new = pool.flatten(0, 1), rows.flatten(0, 1).to(pool.dtype)
+    if pool.dtype == torch.float8_e4m3fn:  # torch copies no rows of it
+        return flat.view(torch.int8).index_copy(0, slot_mapping, new.view(torch.int8)).view_as(pool).view(pool.dtype)
+    return flat.index_copy(0, slot_mapping, new).view_as(pool)
 
 
 # ---- writes ----------------------------------------------------------------------------------------------------------
@@ -177,8 +179,8 @@ def quantised_select_keys(
     """
     made, scale = quantise(q, pool.dtype)
     keys = at_least_f32(pool) * at_least_f32(scales)[..., None]
-    aim = at_least_f32(made) * at_least_f32(scale)[..., None]
-    return select_keys.reference(aim, weights, keys, block_table, lengths, counts, top_k)
+    aim = (at_least_f32(made) * at_least_f32(scale)[..., None]).to(keys.dtype)
+    return select_keys.reference(aim, weights.to(keys.dtype), keys, block_table, lengths, counts, top_k)
 
 
 @quantised_select_keys.fake

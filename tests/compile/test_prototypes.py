@@ -152,6 +152,10 @@ DIFFERENCES = {
         "softmax_lse": "float32 by the documents",
         "inner_precise": "the helper's own default is 0, the registration's 1; it is always written",
     },
+    "DynamicQuant": {
+        "y": "the registration has INT4 too, which the helper's docstring leaves out",
+        "dst_type": "the helper's docstring names the dtype, INT8, and passes its number",
+    },
     "ScatterNdUpdate": dict.fromkeys(("var", "updates"), NEWER),
     "SwiGlu": {"x": "the helper's symbol has no dtypes", "y": "as above"},
     "RefData": {
@@ -166,7 +170,7 @@ DIFFERENCES = {
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "CausalConv1d",
-    "LightningIndexer", "SituGlu", "SparseFlashAttention",
+    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "SituGlu", "SparseFlashAttention",
 }  # fmt: skip
 
 

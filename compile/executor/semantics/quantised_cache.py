@@ -158,6 +158,7 @@ def kv_quant_sparse_flash_attention(
     op.same_dtype(key, value)
     op.of_dtype(torch.int8, torch.float8_e4m3fn, key=key)
     op.of_dtype(torch.bfloat16, torch.float16, query=query)
+    op.require(op.exact == (key.dtype == torch.float64), f"rows of {key.dtype}; float64 where floats are exact")
     op.of_dtype(torch.int32, sparse_indices=sparse_indices)
     op.require(query.ndim == key.ndim == 4, f"query {list(query.shape)} and key {list(key.shape)} of 4 dimensions")
     rows, tokens, heads, width = query.shape
