@@ -109,7 +109,8 @@ def as_kept(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor], *, exac
         dtype = torch.float64 if exact else STORED[kv_dtype]
         found[f"{prefix}.latent"] = pack_rows(found[f"{prefix}.latent"], found.pop(f"{prefix}.rope"), dtype)
         if f"{prefix}.index" in found:
-            found[f"{prefix}.index"], found[f"{prefix}.index_scale"] = quantise(found[f"{prefix}.index"], dtype)
+            found[f"{prefix}.index"], scale = quantise(found[f"{prefix}.index"], dtype)
+            found[f"{prefix}.index_scale"] = scale.to(INDEX_SCALE.get(dtype, dtype))
     return found
 
 
@@ -119,6 +120,21 @@ def _prefixes(c: ModelConfig, kv_dtype: str) -> list[tuple[str, MlaConfig]]:
         return []
     layers = [(i, x.mixer) for i, x in enumerate(c.layers) if quantised_layer(x)]
     return [(f"s.layers.{i}.mla", mixer) for i, mixer in layers if isinstance(mixer, MlaConfig)]
+
+
+# Writes of the model's caches that are others in 8 bits, by their names in captured graphs.
+WRITES = {
+    "cache_write_default": "quantised_cache_write_default",
+    "index_write_default": "quantised_index_write_default",
+}
+
+
+def written(kept: Sequence[Tensor], model: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What a write in 8 bits and the model's own gave, side by side, as numbers of one shape `[rows, width]`."""
+    theirs = torch.cat([x.flatten(0, 1) for x in model], -1)
+    rows = kept[0].reshape(len(theirs), -1)
+    mine = torch.cat(unpack_rows(rows, model[0].shape[-1]), -1) if len(kept) == 1 else rows * kept[1].reshape(-1, 1)
+    return mine, theirs
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

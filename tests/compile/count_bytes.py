@@ -6,16 +6,32 @@ again, from the operators' documentation. `kimi-graph inspect --cost` is compare
 
 from math import prod
 
-WIDTH = {1: 4, 2: 2, 3: 1, 4: 1, 5: 2, 7: 4, 8: 8, 9: 4, 11: 1, 12: 8, 27: 2}  # bytes by number of the protobuf enum
-FREE = {"Data", "RefData", "Const", "FileConstant", "NetOutput", "Reshape", "Squeeze", "Unsqueeze", "ExpandDims"}
+WIDTH = {
+    1: 4,
+    2: 2,
+    3: 1,
+    4: 1,
+    5: 2,
+    7: 4,
+    8: 8,
+    9: 4,
+    11: 1,
+    12: 8,
+    27: 2,
+    35: 1,
+}  # bytes by number of the protobuf enum
+FREE = {
+    "Data", "RefData", "Const", "FileConstant", "NetOutput", "Reshape", "Squeeze", "Unsqueeze", "ExpandDims", "Bitcast",
+}  # fmt: skip
 CUTS = {"GatherV2", "GatherElements", "StridedSliceV2", "StridedSlice", "Slice"}
 SLOTTED = {
     "ShortConv": ("window", "slots"),
     "KdaChunk": ("memory", "slots"),
     "RecurrentGatedDeltaRule": ("state", "ssm_state_indices"),
 }
-ATTENTION = {"FusedInferAttentionScore", "LightningIndexer", "SparseFlashAttention"}
-KEYS = {"key", "value", "key_rope", "key0", "value0"}
+SPARSE = {"SparseFlashAttention", "KvQuantSparseFlashAttention"}
+ATTENTION = {"FusedInferAttentionScore", "LightningIndexer", "QuantLightningIndexer", *SPARSE}
+KEYS = {"key", "value", "key_rope", "key0", "value0", "key_dequant_scale"}
 
 
 class Tensor:
@@ -109,7 +125,7 @@ class Counted:
         row = state.bytes // prod(state.shape) * state.shape[-1]
         new = self.ops["batch.slot_mapping"].output_desc[0].shape.dim[0]
         held = prod(self.ops["batch.block_table"].output_desc[0].shape.dim) * page
-        sparse = [op for op in self.ops.values() if op.type == "SparseFlashAttention"]
+        sparse = [op for op in self.ops.values() if op.type in SPARSE]
         if sparse and leaf in ("latent", "rope"):
             held = min(held, prod(self.ports(sparse[0], "input")["sparse_indices"].shape))
         return row * held, row * new
