@@ -19,21 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
-from kimi_graph.checkpoint import Checkpoint, load_params
-from kimi_graph.config import MlaConfig, ModelConfig
+from kimi_graph import formats, tree
+from kimi_graph.checkpoint import Checkpoint, load_packed, load_params
+from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
+from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle, read_json
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
-from .ge_proto import ModelDef, shape_of
+from .ge_proto import ModelDef, bytes_of, shape_of
 from .manifest import check_claims
+from .weight_formats import as_read
 
+E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
 Notify = Callable[[str, int, int], None]
 
@@ -85,12 +88,13 @@ class Row:
 
 @dataclass
 class Report:
-    """What verify found. `rows` per mode and kind of tensor."""
+    """What verify found. `rows` per mode and kind of tensor; `notes`: what else was measured, in words."""
 
     rows: list[Row]
     steps: int
     provenance: dict[str, int]
     difference: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -115,6 +119,7 @@ class Report:
         for r in self.rows:
             mark = "" if r.passed else "  DIFFERS"
             lines.append(f"{r.mode:<8}{r.what:<14}{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}  {r.where}{mark}")
+        lines += self.notes
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.provenance.items())
         lines.append(f"semantics of the operator types executed: {kinds}")
         if self.difference:
@@ -129,6 +134,7 @@ class Report:
             "rows": rows,
             "provenance": self.provenance,
             "difference": self.difference,
+            "notes": self.notes,
         }
 
 
@@ -140,8 +146,37 @@ def _json_number(x: float) -> float | str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Packed:
+    """Where weights come from that graphs keep packed: a checkpoint, and the model's specs by path."""
+
+    checkpoint: Checkpoint
+    specs: dict[str, ParamSpec]
+
+    def make(self, steps: tuple[recipe.Step, ...], path: str) -> Tensor:
+        """A packed weight, to the byte."""
+        return recipe.make(steps, self.specs[path], self.checkpoint, torch.float64)
+
+    def values(self, form: str, path: str) -> Tensor:
+        """What a parameter is once it was packed, float64."""
+        spec = self.specs[path]
+        return formats.unpack(form, load_packed(spec, self.checkpoint, form), torch.float64).view(spec.shape)
+
+
+def as_kept(plan: dict[str, Any], params: Any, packed: Packed) -> Any:
+    """The model's parameters, float64, as a bundle's graphs keep them: packed ones with the values they have then."""
+    forms = {e["parameter"]: recipe.form(recipe.from_json(e["steps"])) for e in plan["weights"].values()}
+    values = {path: packed.values(form, path) for path, form in forms.items() if form is not None}
+    return tree.map_with_path(lambda path, x: values.get(path, x), params)
+
+
+def graph_weights(
+    plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor], packed: Packed | None = None
+) -> dict[str, Tensor]:
     """The graph's weights by the plan, from parameters by path (float64 parameters stay float64).
+
+    Args:
+        packed: where weights are read from that are packed, to the byte.
 
     Raises:
         BundleError: a weight the plan does not know, or does not make in the size the graph reads.
@@ -153,11 +188,16 @@ def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tenso
         entry = plan["weights"].get(op.name)
         if entry is None or entry["parameter"] not in params:
             raise BundleError(f"weight {op.name}: the weight plan or the model does not have it.")
-        made = recipe.apply(recipe.from_json(entry["steps"]), params[entry["parameter"]])
-        shape = shape_of(op.output_desc[0])
-        if made.numel() != math.prod(shape):
-            raise BundleError(f"weight {op.name}: the plan makes {list(made.shape)}, the graph reads {list(shape)}.")
-        weights[op.name] = made.reshape(shape)
+        steps, desc, path = recipe.from_json(entry["steps"]), op.output_desc[0], entry["parameter"]
+        if recipe.form(steps) is None:
+            made, fits = recipe.apply(steps, params[path]), math.prod(shape_of(desc))
+        else:
+            made = packed.make(steps, path) if packed else recipe.apply(steps, params[path])
+            made, fits = made.contiguous().view(torch.uint8), bytes_of(desc)
+        if made.numel() != fits:
+            found, read = list(made.shape), list(shape_of(desc))
+            raise BundleError(f"weight {op.name}: the plan makes {found}, the graph reads {read}.")
+        weights[op.name] = made.reshape(shape_of(desc)) if recipe.form(steps) is None else as_read(desc, made)
     return weights
 
 
@@ -336,7 +376,7 @@ class ModelSide:
 class GraphSide:
     """The bundle's graphs in the executor."""
 
-    def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
+    def __init__(self, bundle: Bundle, params: Any, mode: str, packed: Packed | None = None) -> None:
         self.mode, self.dtype = mode, params.embed.dtype
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
@@ -345,7 +385,7 @@ class GraphSide:
             model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
             constants = to_inputs(model, bundle.folder)
             self.graphs[entry["phase"]] = Executor(model)
-            weights = graph_weights(bundle.weights, model, named)
+            weights = graph_weights(bundle.weights, model, named, packed)
             if mode == "native":
                 check_constants(constants, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
@@ -406,13 +446,17 @@ def _ratio(difference: Tensor, scale: Tensor) -> float:
     return float(difference / scale) if float(scale) else (math.inf if float(difference) else 0.0)
 
 
-def native_tolerance(config: ModelConfig) -> float:
+def native_tolerance(config: ModelConfig, experts: str = "plain") -> float:
     """How far a graph in the model's own dtype may be from the exact model, relative, in the 2-norm.
 
     Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a
     layer rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
+    Where `experts` are multiplied with rows in E4M3, two roundings to 3 bits are added in every MoE layer.
     """
-    return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
+    squares = torch.finfo(config.dtype).eps ** 2 * 16 * len(config.layers)
+    if experts in E4M3_ROWS:
+        squares += (2**-4) ** 2 * 2 * sum(isinstance(layer.ffn, MoeConfig) for layer in config.layers)
+    return math.sqrt(squares)
 
 
 @dataclass
@@ -437,6 +481,27 @@ class Comparison:
         self.worst[kind] = dataclasses.replace(old, count=count)
 
 
+class WeightLoss:
+    """What it costs that a bundle keeps weights in another form: the model with the checkpoint's own weights beside."""
+
+    def __init__(self, config: ModelConfig, bundle: Bundle, stored: Any, kept: Any) -> None:
+        pairs = [(a, b) for a, b in zip(tree.leaves(stored), tree.leaves(kept), strict=True) if not torch.equal(a, b)]
+        self.form: str = bundle.manifest["weights"]["experts"]
+        self.weights = [norm(b, a) for a, b in pairs]
+        self.model = ModelSide(config, bundle.manifest["state"], stored) if pairs else None
+        self.logits: list[float] = []
+
+    def step(self, step: Step, kept: Tensor) -> None:
+        if self.model is not None and step.phase != "vision":
+            self.logits.append(norm(kept[step.used], self.model.step(step)[step.used]))
+
+    def notes(self) -> list[str]:
+        if not self.logits:
+            return []
+        share, worst = sum(self.weights) / len(self.weights), max(self.logits)
+        return [f"experts as {self.form} differ from the checkpoint's by {share:.2%}, logits by at most {worst:.2%}"]
+
+
 def compare(
     bundle: Bundle,
     config: ModelConfig,
@@ -447,16 +512,19 @@ def compare(
     notify: Notify,
 ) -> Report:
     """Run the script through the model and through the graphs of every mode, side by side."""
-    params = load_params(checkpoint, config, dtype=torch.float64)
+    stored = load_params(checkpoint, config, dtype=torch.float64)
+    packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
+    params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
     graphs = {
-        "exact": GraphSide(bundle, params, "exact"),
-        "native": GraphSide(bundle, load_params(checkpoint, config), "native"),
+        "exact": GraphSide(bundle, params, "exact", packed),
+        "native": GraphSide(bundle, load_params(checkpoint, config), "native", packed),
     }
     comparisons = {
         "exact": Comparison("exact", EXACT_TOLERANCE, largest),
-        "native": Comparison("native", native_tolerance(config), norm),
+        "native": Comparison("native", native_tolerance(config, bundle.manifest["weights"]["experts"]), norm),
     }
+    loss = WeightLoss(config, bundle, stored, params)
     if "native" not in modes:
         del graphs["native"]
     todo = list(script(bundle, config, steps, seed))
@@ -464,6 +532,7 @@ def compare(
     for index, step in enumerate(todo):
         notify("verify", index, len(todo))
         logits = model.step(step)
+        loss.step(step, logits)
         if step.phase not in phases:  # a bundle without prefill starts from the model's own state
             for side in graphs.values():
                 side.take(model.named_states())
@@ -481,7 +550,7 @@ def compare(
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
-    return Report(rows, len(todo), provenance_counts(types))
+    return Report(rows, len(todo), provenance_counts(types), notes=loss.notes())
 
 
 def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:

@@ -405,7 +405,8 @@ CASES = [
 ]
 
 OTHERS = {  # tested by what they do together, in files of their own
-    "Assign", "BatchMatMulV3", "CausalConv1d", "Const", "Constant", "FusedInferAttentionScore", "GatedRmsNorm",
+    "Assign", "BatchMatMulV3", "CausalConv1d", "Const", "Constant", "DynamicBlockQuant",
+    "DynamicMxQuant", "FusedInferAttentionScore", "GatedRmsNorm",
     "GroupedMatmul", "KdaChunk", "LightningIndexer", "MatMulV3", "MoeFinalizeRoutingV2", "MoeGatingTopK",
     "MoeInitRoutingV3", "RecurrentGatedDeltaRule", "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv",
     "SparseFlashAttention",
