@@ -118,7 +118,8 @@ class Request:
         CompileError: what cannot be had.
         """
         self.buckets()
-        if self.constants and self.form != "plain":
+        form = self.form
+        if self.constants and form != "plain":
             raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
 
     def buckets(self) -> tuple[Bucket, ...]:
