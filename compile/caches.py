@@ -86,7 +86,7 @@ def _quantised(spec: Any, kv_dtype: str) -> dict[str, Any]:
     return made
 
 
-def as_model(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def model_states(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What states hold, under the model's names and as numbers: `[.., width]`, some dimensions may be one.
 
     Args:
@@ -102,8 +102,8 @@ def as_model(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor]) -> dic
     return found
 
 
-def as_kept(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor], *, exact: bool) -> dict[str, Tensor]:
-    """The model's states as a bundle keeps them; the other way round than `as_model`."""
+def kept_states(c: ModelConfig, kv_dtype: str, states: Mapping[str, Tensor], *, exact: bool) -> dict[str, Tensor]:
+    """The model's states as a bundle keeps them; the other way round than `model_states`."""
     found = dict(states)
     for prefix, _ in _prefixes(c, kv_dtype):
         dtype = torch.float64 if exact else STORED[kv_dtype]

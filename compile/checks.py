@@ -35,6 +35,7 @@ PRIVATE = frozenset(
         "_output_name_value",
         "_readable_value",
         "_inference_rule",
+        "_enable_storage_format_spread",
         "_inputs_all_sym",
         "_source",
         "input_layout_info",

@@ -1,9 +1,10 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 
-from kimi_graph.checkpoint import Checkpoint, audit
+from kimi_graph import tree
+from kimi_graph.checkpoint import Checkpoint, audit, released_formats
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
+from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 
 from . import air, bundle, constants
@@ -24,8 +27,8 @@ from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
-from .ge_proto import ModelDef, OpDef
-from .lower import Choice
+from .ge_proto import ModelDef, OpDef, is_tiled
+from .lower import Choice, Weights
 from .manifest import GENERATED, graph_entry, state_contract, weight_plan
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
@@ -37,6 +40,7 @@ from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host
 from .torchair_host import load as load_host
+from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -60,6 +64,8 @@ class Request:
         patches: of a picture, at most; None: 4,096 (models with vision alone).
         kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
+        weights_format: of the routed experts, see `weight_formats`; stored: formats of parameters that are stored
+            quantised, by path.
     """
 
     config: ModelConfig
@@ -73,6 +79,51 @@ class Request:
     constants: bool = False
     patches: int | None = None
     kv_dtype: str = "bf16"
+    weights_format: str = "bf16"
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def form(self) -> str:
+        """What graphs keep the routed experts in: "plain", or a form of `weight_formats`.
+
+        Raises:
+            CompileError: no kernel of the target takes that.
+        """
+        return kept_form(self.weights_format, self.native, self.target.soc)
+
+    @functools.cached_property
+    def native(self) -> str:
+        """What the routed experts are stored in."""
+        return native_form(self.config, decoder.model_specs(self.config), self.stored)
+
+    @property
+    def experts(self) -> str:
+        """The form of the routed experts in words, with a better one where there is one."""
+        text = str(self.config.dtype).removeprefix("torch.") if self.form == "plain" else self.form
+        if self.form != "plain" or self.native == "plain" or not usable(self.native, self.target.soc):
+            return text
+        return f"{text}; {self.target.soc} has a kernel for them as stored ({self.native}): --weights-format native"
+
+    def packed(self, parameter: str) -> Mapping[str, Packed]:
+        """Inputs that hold a parameter, by its path, where it is kept packed; empty where it is not."""
+        if self.form == "plain" or part_of(parameter) != "experts":
+            return {}
+        return expert_weights(self.form, dict(tree.items(decoder.model_specs(self.config)))[parameter])
+
+    def weights_of(self, use: Use) -> Weights:
+        """How a part's weights are kept."""
+        return Weights(
+            form=self.form, packed=lambda parameter: self.packed(parameter_path(self.config, parameter, use.prefix))
+        )
+
+    def check(self) -> None:
+        """Raises:
+        CompileError: what cannot be had.
+        """
+        self.buckets()
+        form = self.form
+        if self.constants and form != "plain":
+            raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -177,10 +228,15 @@ def build_graph(request: Request, b: Bucket, host: Host, clock: Clock | None = N
     with clock.step("trace"):
         traced = capture_pieces(request.config, b)
         captured = {name: quantise_caches(c, request.kv_dtype) for name, c in traced.items()}
+    placed = uses(request.config, b)
+    first = {use.part: use for use in reversed(placed)}
     with clock.step("convert"):
-        pieces = {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
+        pieces = {
+            name: convert_piece(name, c, request.target, host, prototypes, request.weights_of(first[name]))
+            for name, c in captured.items()
+        }
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in placed], prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -203,12 +259,17 @@ def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
     )
 
 
-def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
-    """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
+def convert_piece(
+    name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes, weights: Weights | None = None
+) -> Piece:
+    """Passes on the FX graph, torchair's conversion, passes on the GE graph. `weights`: how they are kept."""
     folded = fold_piece(captured)
-    made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
     inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {g: g for g in GENERATED}
+    recipes = {node: folded.weights[dotted] for node, dotted in inputs.items() if dotted in folded.weights}
+    kept = replace(weights or Weights(), recipes=recipes)
+    made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann, weights=kept)
+    inputs |= {added: added for added in made.weights}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     try:
         infer_shapes(made.model)
@@ -216,7 +277,7 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
         node = str(error).partition(" ")[0]
         raise CompileError(f"{made.sources.get(node, name)}: {error}") from error
     origins: Origins = {"lines": made.sources, "values": made.edges}
-    piece = make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    piece = make_piece(made.model, inputs, outputs, {**folded.weights, **made.weights}, origins, prototypes)
     return replace(piece, choices=made.choices)
 
 
@@ -260,6 +321,7 @@ class Compiled:
 
     manifest: dict[str, Any]
     clock: Clock
+    experts: str = ""
 
     @property
     def summary(self) -> str:
@@ -277,6 +339,7 @@ class Compiled:
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
+                f"experts   {self.experts}",
                 f"memory    {_memory(m)}",
                 f"time      {steps}",
             ]
@@ -312,6 +375,7 @@ def compile_model(
     patches: int | None = None,
     kv_dtype: str = "bf16",
     weights: str = "input",
+    weights_format: str = "bf16",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
@@ -322,6 +386,7 @@ def compile_model(
         out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
         checkpoint: where the weights lie; remembered beside the bundle's hashed content, for `verify`.
         weights: "input" (bound when the bundle is loaded) or "constant" (in the bundle, pointed to by the graphs).
+        weights_format: of the routed experts, of `weight_formats.NAMES`.
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
@@ -336,9 +401,11 @@ def compile_model(
         max_len=length,
         constants=weights == "constant",
         kv_dtype=kv_dtype,
+        weights_format=weights_format,
+        stored=_stored_formats(config, checkpoint, weights_format),
         **{name: value for name, value in given.items() if value is not None},
     )
-    request.buckets()  # refuse before anything expensive
+    request.check()  # before anything expensive
     if out is not None:
         bundle.check_place(out)
     if request.constants:
@@ -348,7 +415,20 @@ def compile_model(
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)
-    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock)
+    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock, request.experts)
+
+
+def _stored_formats(config: ModelConfig, checkpoint: Path | None, weights_format: str) -> dict[str, str]:
+    """Formats of parameters that are stored quantised, by path: as a checkpoint's headers say, else as released.
+
+    Headers are not read where it does not matter: a folder may hold a config alone.
+    """
+    specs = decoder.model_specs(config)
+    if checkpoint is None:
+        return released_formats(config, specs)
+    if weights_format == "bf16":
+        return {}
+    return audit(specs, Checkpoint.open(checkpoint), config.dtype, config).stored_formats()
 
 
 def compile_bundle(
@@ -403,7 +483,11 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
-        "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
+        "weights": {
+            "file": bundle.WEIGHTS,
+            "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest(),
+            "experts": request.form,
+        },
         "state": state,
         "memory": {
             "weights": sum(w["bytes"] for w in json.loads(files[bundle.WEIGHTS])["weights"].values()),
@@ -433,14 +517,16 @@ def unproved(graphs: list[Graph]) -> list[str]:
     ours = (
         [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
     )
-    rows = [QUANTISED_ROWS] if "KvQuantSparseFlashAttention" in types else []
-    return [*UNPROVED, *ours, *rows]
+    tiled = any(is_tiled(op.output_desc[0]) for g in graphs for op in g.model.graph[0].op if op.type == "Data")
+    rows = "KvQuantSparseFlashAttention" in types
+    return [*UNPROVED, *ours, *([TILED] if tiled else []), *([QUANTISED_ROWS] if rows else [])]
 
 
 def _target_entry(t: Target) -> dict[str, Any]:
     return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
 
 
+TILED = "Packed experts lie in tiles (FRACTAL_NZ) as documents say; no device has read them so."
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",

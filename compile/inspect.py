@@ -9,7 +9,7 @@ import torch
 
 from . import air
 from .bundle import SOURCES, Bundle, caches_text, open_bundle, read_json
-from .ge_proto import GraphDef, OpDef, data_edges, dtype_of, get_attr, is_known, shape_of
+from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .origins import Origins, source_of
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
@@ -139,7 +139,7 @@ class Nodes:
 
 
 def _desc(desc: Any) -> str:
-    return f"{str(dtype_of(desc)).removeprefix('torch.')}{list(shape_of(desc))}"
+    return f"{Dtype.of_proto(desc.dtype).text}{list(shape_of(desc))}"
 
 
 def inspect_bundle(folder: Path) -> Contents:

@@ -437,6 +437,7 @@ def _(use: Use) -> Iterator[Fault]:
         yield from expect("the number of outputs with split_item 2 or 3", use.count("y"), 1)
     if use.attr("group_type") == 0:
         yield from _rows_in_groups(use)
+    yield from _packed_groups(use)
     if use.target.soc != "950":
         lasts = {
             n.name: n.shape[-1] for n in use.node.ins if n.shape and n.name.rstrip("0123456789") in ("x", "weight")
@@ -468,6 +469,74 @@ def _rows_in_groups(use: Use) -> Iterator[Fault]:
     if x[1] != k:
         yield f"x sums over {x[1]}, weight over {k}", "equal sizes", "See transpose_weight."
     yield from expect("y", use.made("y0"), (x[0], n))
+
+
+# Scenarios of GroupedMatmul with quantised weights that we use, by dtypes of x and weight: which scales it takes.
+_SCENARIOS = {
+    ("BF16", "INT4"): ("antiquant_scale",),
+    ("FLOAT16", "INT4"): ("antiquant_scale",),
+    ("FLOAT8_E4M3FN", "FLOAT4_E2M1"): ("antiquant_scale", "per_token_scale"),
+    ("FLOAT8_E4M3FN", "FLOAT8_E4M3FN"): ("scale", "per_token_scale"),
+}
+
+
+def _packed_groups(use: Use) -> Iterator[Fault]:
+    """Scales of quantised weights: there, and as many as the scenario has."""
+    x, weight = (Dtype.of_proto(use.dtype(name) or 0).name for name in ("x0", "weight0"))
+    given = tuple(name for name in ("scale", "antiquant_scale") if use.count(name))
+    given += ("per_token_scale",) if use.given("per_token_scale") else ()
+    wanted = _SCENARIOS.get((x, weight), ())
+    if given != wanted:
+        yield f"{x} times {weight} with {', '.join(given) or 'no scale'}", ", ".join(wanted) or "no scale", ""
+        return
+    rows, stack = use.shape("x0"), use.shape("weight0")
+    if not wanted or rows is None or stack is None or len(stack) != 3:
+        return
+    if not use.attr("transpose_weight"):
+        yield f"{weight} weights that are not transposed", "transpose_weight", ""
+        return
+    groups, n, k = stack
+    if weight == "INT4":
+        scale = use.shape("antiquant_scale0")
+        if scale is None or len(scale) != 3 or scale[1] == 0 or k % scale[1] or k // scale[1] % 2:
+            yield f"antiquant_scale {_text(scale)}", "[groups, a divisor of k, n] with an even number of k to each", ""
+            return
+        yield from expect("antiquant_scale", scale, (groups, scale[1], n))
+        if use.target.soc == "950":
+            yield from one_of("the number of weights to a scale", k // scale[1], (32, 64, 128, 256))
+    elif weight == "FLOAT4_E2M1":
+        for what, size in (("n", n), ("k", k)):
+            if size % 64:
+                yield f"{what} is {size}", "a multiple of 64", ""
+        yield from expect("antiquant_scale", use.shape("antiquant_scale0"), (groups, n, k // 64, 2))
+        yield from expect("per_token_scale", use.shape("per_token_scale"), (rows[0], k // 64, 2))
+    else:
+        blocks = -(-k // 128)
+        yield from expect("scale", use.shape("scale0"), (groups, -(-n // 128), blocks))
+        yield from expect("per_token_scale", use.shape("per_token_scale"), (rows[0], blocks))
+
+
+@limit("DynamicMxQuant")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("blocksize", use.attr("blocksize"), (32,))
+    yield from one_of("scale_alg", use.attr("scale_alg"), (0, 1))
+    x = use.shape("x")
+    if x is not None and use.attr("axis") in (-1, len(x) - 1):
+        yield from expect("y", use.made("y"), x)
+        yield from expect("mxscale", use.made("mxscale"), (*x[:-1], -(-x[-1] // 64), 2))
+
+
+@limit("DynamicBlockQuant")
+def _(use: Use) -> Iterator[Fault]:
+    x, new = use.shape("x"), use.target.soc == "950"
+    yield from one_of("row_block_size", use.attr("row_block_size"), (1, 128, 256, 512) if new else (1, 128))
+    yield from one_of("dst_type", use.attr("dst_type"), (2, 34, 35, 36) if new else (2,))
+    yield from one_of("col_block_size", use.attr("col_block_size"), (64, 128, 192, 256) if new else (1,))
+    if x is None:
+        return
+    yield from one_of("the number of dims of x", len(x), (2, 3) if new else (2,))
+    rows, columns = (-(-size // use.attr(f"{what}_block_size")) for what, size in (("row", x[-2]), ("col", x[-1])))
+    yield from expect("scale", use.made("scale"), (*x[:-2], rows, columns))
 
 
 @limit("MoeFinalizeRoutingV2")

@@ -19,7 +19,7 @@ from kimi_graph.spec import ParamSpec
 
 from . import caches, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
-from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
+from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .phases import Bucket, graph_inputs
 from .recipe import Step
 
@@ -150,8 +150,8 @@ def weight_entry(spec: ParamSpec, path: str, desc: TensorDescriptor, steps: tupl
         "tensors": list(spec.source),
         "stored": list(spec.stored),
         "shape": list(spec.shape),
-        "dtype": _dtype(dtype_of(desc)),
-        "bytes": math.prod(shape_of(desc)) * dtype_of(desc).itemsize,
+        "dtype": Dtype.of_proto(desc.dtype).text,
+        "bytes": bytes_of(desc),
         "steps": recipe.to_json(steps),
     }
 
@@ -236,6 +236,9 @@ def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> Non
 def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef]) -> None:
     specs = dict(tree.items(decoder.model_specs(config)))
     where, plan = bundle.folder / WEIGHTS, bundle.weights["weights"]
+    forms = {recipe.form(recipe.from_json(entry["steps"])) for entry in plan.values()}
+    kept = ", ".join(sorted(form for form in forms if form is not None)) or "plain"
+    _compare(bundle.folder / MANIFEST, "weights.experts", bundle.manifest["weights"].get("experts"), kept)
     ops = {op.name: op for model in models for op in model.graph[0].op}
     for name in [op.name for op in ops.values() if is_weight(op)]:
         if name not in plan or plan[name]["parameter"] not in specs:
@@ -264,6 +267,7 @@ def _check_steps(name: str, steps: tuple[Step, ...], parameter: torch.Tensor, de
             raise BundleError(f"weight {name}: step {recipe.to_json([step])} does not fit {shape}: {error}") from None
         if step.kind in ("slice", "view", "cast") and (made.shape, made.dtype) == (before.shape, before.dtype):
             raise BundleError(f"weight {name}: step {recipe.to_json([step])} does nothing to {list(before.shape)}.")
-    if made.numel() != math.prod(shape_of(desc)) or made.dtype != dtype_of(desc):
-        found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{_dtype(dtype_of(desc))}{list(shape_of(desc))}"
+    dtype = Dtype.of_proto(desc.dtype)
+    if made.nbytes != bytes_of(desc) or (made.dtype != dtype.shared and made.dtype != torch.uint8):
+        found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{dtype.text}{list(shape_of(desc))}"
         raise BundleError(f"weight {name}: the plan makes {found}, the graph reads {read}.")

@@ -222,7 +222,8 @@ FUSED = [
             bias[]: F16/F32/I32
             scale[]: U64/BF16/F32/E8M0
             offset[]: F32
-            antiquant_scale[] antiquant_offset[]: F16/BF16
+            antiquant_scale[]: F16/BF16/E8M0
+            antiquant_offset[]: F16/BF16
             group_list?: I64
             per_token_scale?: F32/E8M0
         """,
@@ -238,6 +239,42 @@ FUSED = [
             tuning_config: ListInt = [0]
         """,
         source="torchair's helper and " + _TRANSFORMER,
+    ),
+    Row(
+        type="DynamicMxQuant",
+        ins="x: F16/BF16/F32",
+        outs="""
+            y: E2M1/E1M2/E4M3/E5M2
+            mxscale: E8M0
+        """,
+        attrs="""
+            axis: Int = -1
+            round_mode: String = "rint"
+            dst_type: Int = 40
+            blocksize: Int = 32
+            scale_alg: Int = 0
+            dst_type_max: Float = 0.0
+            max_low_bound: Float = 0.0
+        """,
+        socs="950",
+        source=_NN,
+    ),
+    Row(
+        type="DynamicBlockQuant",
+        ins="x: F16/BF16/F32",
+        outs=f"""
+            y: I8/{_NARROW}
+            scale: F32
+        """,
+        attrs="""
+            min_scale: Float = 0.0
+            round_mode: String = "rint"
+            dst_type: Int = 35
+            row_block_size: Int = 1
+            col_block_size: Int = 128
+            dst_type_max: Float = 0.0
+        """,
+        source=_NN,
     ),
     Row(
         type="MoeFinalizeRoutingV2",

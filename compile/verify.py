@@ -20,22 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
-from kimi_graph.checkpoint import Checkpoint, load_params
-from kimi_graph.config import MlaConfig, ModelConfig
+from kimi_graph import formats, tree
+from kimi_graph.checkpoint import Checkpoint, load_packed, load_params
+from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
+from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle, read_json
-from .caches import as_kept, as_model, quantised_layer
+from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
-from .ge_proto import ModelDef, shape_of
+from .ge_proto import ModelDef, bytes_of, shape_of
 from .manifest import check_claims
+from .weight_formats import as_read
 
+E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
 Notify = Callable[[str, int, int], None]
 
@@ -104,13 +107,15 @@ class Overlap:
 
 @dataclass
 class Report:
-    """What verify found. `rows` per mode and kind of tensor; `overlaps` per layer that selects keys."""
+    """What verify found. `rows` per mode and kind of tensor; `overlaps` per layer that selects keys; `notes`: what else
+    was measured, in words."""
 
     rows: list[Row]
     steps: int
     provenance: dict[str, int]
     difference: str = ""
     overlaps: list[Overlap] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -140,11 +145,11 @@ class Report:
             numbers = f"{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}{plain}"
             lines.append(f"{r.mode:<8}{r.what:<14}{numbers}  {r.where}{mark}")
         if self.overlaps:
-            lines.append(
-                f"{'keys selected':<22}{'queries':>9}{'worst':>10}{'mean':>10}{'by chance':>10}  share of them"
-            )
+            numbers = f"{'queries':>9}{'worst':>10}{'mean':>10}{'by chance':>10}"
+            lines.append(f"{'share of keys':<22}{numbers}  of the exact run's, that the graph selects itself")
         for o in self.overlaps:
             lines.append(f"{o.where:<22}{o.queries:>9}{o.worst:>10.3f}{o.mean:>10.3f}{o.chance:>10.3f}")
+        lines += self.notes
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.provenance.items())
         lines.append(f"semantics of the operator types executed: {kinds}")
         if self.difference:
@@ -160,6 +165,7 @@ class Report:
             "overlaps": [dataclasses.asdict(o) for o in self.overlaps],
             "provenance": self.provenance,
             "difference": self.difference,
+            "notes": self.notes,
         }
 
 
@@ -171,8 +177,37 @@ def _json_number(x: float) -> float | str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Packed:
+    """Where weights come from that graphs keep packed: a checkpoint, and the model's specs by path."""
+
+    checkpoint: Checkpoint
+    specs: dict[str, ParamSpec]
+
+    def make(self, steps: tuple[recipe.Step, ...], path: str) -> Tensor:
+        """A packed weight, to the byte."""
+        return recipe.make(steps, self.specs[path], self.checkpoint, torch.float64)
+
+    def values(self, form: str, path: str) -> Tensor:
+        """What a parameter is once it was packed, float64."""
+        spec = self.specs[path]
+        return formats.unpack(form, load_packed(spec, self.checkpoint, form), torch.float64).view(spec.shape)
+
+
+def as_kept(plan: dict[str, Any], params: Any, packed: Packed) -> Any:
+    """The model's parameters, float64, as a bundle's graphs keep them: packed ones with the values they have then."""
+    forms = {e["parameter"]: recipe.form(recipe.from_json(e["steps"])) for e in plan["weights"].values()}
+    values = {path: packed.values(form, path) for path, form in forms.items() if form is not None}
+    return tree.map_with_path(lambda path, x: values.get(path, x), params)
+
+
+def graph_weights(
+    plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor], packed: Packed | None = None
+) -> dict[str, Tensor]:
     """The graph's weights by the plan, from parameters by path (float64 parameters stay float64).
+
+    Args:
+        packed: where weights are read from that are packed, to the byte.
 
     Raises:
         BundleError: a weight the plan does not know, or does not make in the size the graph reads.
@@ -184,11 +219,16 @@ def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tenso
         entry = plan["weights"].get(op.name)
         if entry is None or entry["parameter"] not in params:
             raise BundleError(f"weight {op.name}: the weight plan or the model does not have it.")
-        made = recipe.apply(recipe.from_json(entry["steps"]), params[entry["parameter"]])
-        shape = shape_of(op.output_desc[0])
-        if made.numel() != math.prod(shape):
-            raise BundleError(f"weight {op.name}: the plan makes {list(made.shape)}, the graph reads {list(shape)}.")
-        weights[op.name] = made.reshape(shape)
+        steps, desc, path = recipe.from_json(entry["steps"]), op.output_desc[0], entry["parameter"]
+        if recipe.form(steps) is None:
+            made, fits = recipe.apply(steps, params[path]), math.prod(shape_of(desc))
+        else:
+            made = packed.make(steps, path) if packed else recipe.apply(steps, params[path])
+            made, fits = made.contiguous().view(torch.uint8), bytes_of(desc)
+        if made.numel() != fits:
+            found, read = list(made.shape), list(shape_of(desc))
+            raise BundleError(f"weight {op.name}: the plan makes {found}, the graph reads {read}.")
+        weights[op.name] = made.reshape(shape_of(desc)) if recipe.form(steps) is None else as_read(desc, made)
     return weights
 
 
@@ -367,7 +407,9 @@ class ModelSide:
 class GraphSide:
     """The bundle's graphs in the executor."""
 
-    def __init__(self, bundle: Bundle, config: ModelConfig, params: Any, mode: str) -> None:
+    def __init__(
+        self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, packed: Packed | None = None
+    ) -> None:
         self.mode, self.dtype = mode, params.embed.dtype
         self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         named = dict(tree.items(params))
@@ -377,7 +419,7 @@ class GraphSide:
             model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
             constants = to_inputs(model, bundle.folder)
             self.graphs[entry["phase"]] = Executor(model)
-            weights = graph_weights(bundle.weights, model, named)
+            weights = graph_weights(bundle.weights, model, named, packed)
             if mode == "native":
                 check_constants(constants, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
@@ -405,12 +447,12 @@ class GraphSide:
 
     def take(self, states: dict[str, Tensor]) -> None:
         """Start from the model's states."""
-        for name, value in as_kept(self.config, self.kv_dtype, states, exact=self.mode == "exact").items():
+        for name, value in kept_states(self.config, self.kv_dtype, states, exact=self.mode == "exact").items():
             self.states[name].copy_(value.view(self.states[name].shape))
 
     def named_states(self) -> dict[str, Tensor]:
         """What the states hold, under the model's names; dimensions as the graphs have them."""
-        return as_model(self.config, self.kv_dtype, self.states)
+        return model_states(self.config, self.kv_dtype, self.states)
 
 
 def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -442,13 +484,17 @@ def _ratio(difference: Tensor, scale: Tensor) -> float:
     return float(difference / scale) if float(scale) else (math.inf if float(difference) else 0.0)
 
 
-def native_tolerance(config: ModelConfig) -> float:
+def native_tolerance(config: ModelConfig, experts: str = "plain") -> float:
     """How far a graph in the model's own dtype may be from the exact model, relative, in the 2-norm.
 
     Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a
     layer rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
+    Where `experts` are multiplied with rows in E4M3, two roundings to 3 bits are added in every MoE layer.
     """
-    return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
+    squares = torch.finfo(config.dtype).eps ** 2 * 16 * len(config.layers)
+    if experts in E4M3_ROWS:
+        squares += (2**-4) ** 2 * 2 * sum(isinstance(layer.ffn, MoeConfig) for layer in config.layers)
+    return math.sqrt(squares)
 
 
 # Rounding of a cache to 8 bits, of its 2-norm, for numbers as normal ones are. int8: 128 of them reach 2.9 deviations,
@@ -457,14 +503,14 @@ def native_tolerance(config: ModelConfig) -> float:
 CACHE_ROUNDING = {"bf16": 0.0, "int8": 0.0066, "fp8": 0.026}
 
 
-def cache_tolerance(config: ModelConfig, kv_dtype: str) -> float:
+def cache_tolerance(config: ModelConfig, kv_dtype: str, experts: str = "plain") -> float:
     """`native_tolerance` of a bundle whose caches have a dtype.
 
     What attention reads of a cache is off by its rounding, and so is what it adds to the stream; roundings of
     different layers are independent, and the last one is of the state that is compared.
     """
     layers = sum(map(quantised_layer, config.layers))
-    return math.hypot(native_tolerance(config), CACHE_ROUNDING[kv_dtype] * math.sqrt(layers + 1))
+    return math.hypot(native_tolerance(config, experts), CACHE_ROUNDING[kv_dtype] * math.sqrt(layers + 1))
 
 
 @dataclass
@@ -525,6 +571,27 @@ class Overlaps:
         ]
 
 
+class WeightLoss:
+    """What it costs that a bundle keeps weights in another form: the model with the checkpoint's own weights beside."""
+
+    def __init__(self, config: ModelConfig, bundle: Bundle, stored: Any, kept: Any) -> None:
+        pairs = [(a, b) for a, b in zip(tree.leaves(stored), tree.leaves(kept), strict=True) if not torch.equal(a, b)]
+        self.form: str = bundle.manifest["weights"]["experts"]
+        self.weights = [norm(b, a) for a, b in pairs]
+        self.model = ModelSide(config, bundle.manifest["state"], stored) if pairs else None
+        self.logits: list[float] = []
+
+    def step(self, step: Step, kept: Tensor) -> None:
+        if self.model is not None and step.phase != "vision":
+            self.logits.append(norm(kept[step.used], self.model.step(step)[step.used]))
+
+    def notes(self) -> list[str]:
+        if not self.logits:
+            return []
+        share, worst = sum(self.weights) / len(self.weights), max(self.logits)
+        return [f"experts as {self.form} differ from the checkpoint's by {share:.2%}, logits by at most {worst:.2%}"]
+
+
 def compare(
     bundle: Bundle,
     config: ModelConfig,
@@ -535,18 +602,22 @@ def compare(
     notify: Notify,
 ) -> Report:
     """Run the script through the model and through the graphs of every mode, side by side."""
-    params = load_params(checkpoint, config, dtype=torch.float64)
+    stored = load_params(checkpoint, config, dtype=torch.float64)
+    packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
+    params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
     graphs = {
-        "exact": GraphSide(bundle, config, params, "exact"),
-        "native": GraphSide(bundle, config, load_params(checkpoint, config), "native"),
+        "exact": GraphSide(bundle, config, params, "exact", packed),
+        "native": GraphSide(bundle, config, load_params(checkpoint, config), "native", packed),
     }
-    kv_dtype, plain = bundle.manifest["state"]["kv_dtype"], native_tolerance(config)
-    allowed, overlaps = cache_tolerance(config, kv_dtype), Overlaps()
+    kv_dtype, experts = bundle.manifest["state"]["kv_dtype"], bundle.manifest["weights"]["experts"]
+    plain, allowed = (cache_tolerance(config, x, experts) for x in ("bf16", kv_dtype))
+    overlaps = Overlaps()
     comparisons = {
         "exact": Comparison("exact", EXACT_TOLERANCE, largest),
         "native": Comparison("native", allowed, norm, None if kv_dtype == "bf16" else plain),
     }
+    loss = WeightLoss(config, bundle, stored, params)
     if "native" not in modes:
         del graphs["native"]
     todo = list(script(bundle, config, steps, seed))
@@ -554,6 +625,7 @@ def compare(
     for index, step in enumerate(todo):
         notify("verify", index, len(todo))
         logits = model.step(step)
+        loss.step(step, logits)
         if step.phase not in phases:  # a bundle without prefill starts from the model's own state
             for side in graphs.values():
                 side.take(model.named_states())
@@ -574,7 +646,7 @@ def compare(
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
-    return Report(rows, len(todo), provenance_counts(types), overlaps=overlaps.rows())
+    return Report(rows, len(todo), provenance_counts(types), notes=loss.notes(), overlaps=overlaps.rows())
 
 
 def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:

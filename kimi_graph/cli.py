@@ -320,6 +320,14 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
+    weights_format: Annotated[
+        str,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
+        ),
+    ] = "bf16",
     kv_dtype: Annotated[
         str,
         typer.Option(
@@ -367,6 +375,7 @@ def compile(  # noqa: A001 (the command's name)
             pages=pages,
             patches=patches,
             weights=weights,
+            weights_format=weights_format,
             kv_dtype=kv_dtype,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),

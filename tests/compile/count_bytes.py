@@ -6,20 +6,11 @@ again, from the operators' documentation. `kimi-graph inspect --cost` is compare
 
 from math import prod
 
-WIDTH = {
-    1: 4,
-    2: 2,
-    3: 1,
-    4: 1,
-    5: 2,
-    7: 4,
-    8: 8,
-    9: 4,
-    11: 1,
-    12: 8,
-    27: 2,
-    35: 1,
-}  # bytes by number of the protobuf enum
+# Bits by number of the protobuf enum; the last line are INT4, E4M3, E8M0 and E2M1.
+BITS = {
+    1: 32, 2: 16, 3: 8, 4: 8, 5: 16, 7: 32, 8: 64, 9: 32, 11: 8, 12: 64, 27: 16,
+    28: 4, 35: 8, 36: 8, 39: 4,
+}  # fmt: skip
 FREE = {
     "Data", "RefData", "Const", "FileConstant", "NetOutput", "Reshape", "Squeeze", "Unsqueeze", "ExpandDims", "Bitcast",
 }  # fmt: skip
@@ -37,7 +28,7 @@ KEYS = {"key", "value", "key_rope", "key0", "value0", "key_dequant_scale"}
 class Tensor:
     def __init__(self, desc, source):
         self.shape, self.source = tuple(desc.shape.dim), source
-        self.bytes = prod(self.shape) * WIDTH[desc.dtype] if desc.dtype else 0
+        self.bytes = prod(self.shape) * BITS[desc.dtype] // 8 if desc.dtype else 0
 
     def rows(self, count, dims=1):
         """Bytes of `count` of what the first `dims` dimensions number."""
@@ -107,8 +98,9 @@ class Counted:
             state, index = SLOTTED[kind]
             read[state] = written[state] = given[state].rows(prod(given[index].shape))
         elif kind == "GroupedMatmul":
-            stack = given["weight0"]
-            read["weight0"] = stack.rows(min(stack.shape[0], given["x0"].shape[0]))
+            for name in {"weight0", "scale0", "antiquant_scale0"} & given.keys():
+                stack = given[name]
+                read[name] = stack.rows(min(stack.shape[0], given["x0"].shape[0]))
         elif kind in ATTENTION and "block_table" in given:
             table, chosen = prod(given["block_table"].shape), given.get("sparse_indices")
             for name in KEYS & given.keys():

@@ -15,7 +15,7 @@ from kimi_graph.checkpoint import load_params
 from kimi_graph.compile import air, verify
 from kimi_graph.compile.bisect import first_difference
 from kimi_graph.compile.bundle import MANIFEST, dump, file_hash, open_bundle, read_json
-from kimi_graph.compile.caches import as_kept, as_model, quantise_caches, state_specs
+from kimi_graph.compile.caches import kept_states, model_states, quantise_caches, state_specs
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.driver import Request, compile_model, convert_piece
@@ -98,7 +98,7 @@ def test_layers_without_sparse_attention_keep_what_the_model_says():
     "kv_dtype, row", [("bf16", 2 * 512 + 2 * 64 + 2 * 128), ("int8", 656 + 128 + 2), ("fp8", 656 + 128 + 4)]
 )
 def test_states_of_a_bundle_have_so_many_bytes_a_token_and_layer(family_bundle, kv_dtype, row):
-    found = open_bundle(family_bundle("deepseek-v3.2", "950dt", kv_dtype))
+    found = open_bundle(family_bundle("deepseek-v3.2", "950dt", kv_dtype=kv_dtype))
     layers, tokens = len(small_model("deepseek-v3.2").layers), 13 * 16
     assert found.manifest["memory"]["states"] == sizes(found)["states"] == layers * tokens * row
 
@@ -113,10 +113,10 @@ def test_what_is_kept_of_the_models_states_is_read_back_under_their_names(kv_dty
         for i, state in enumerate(specs)
         for name, s in tree.items(state)
     }
-    kept = as_kept(config, kv_dtype, states, exact=exact)
+    kept = kept_states(config, kv_dtype, states, exact=exact)
     dtype, scale = DTYPES[kv_dtype]
     assert {x.dtype for x in kept.values()} == ({torch.float64} if exact else {dtype, scale})
-    found = as_model(config, kv_dtype, kept)
+    found = model_states(config, kv_dtype, kept)
     assert found.keys() == states.keys()
     # a float of 3 bits of mantissa is off by 2^-4 at most, int8 by half of 1 / 127 of the largest
     tolerance = 1e-14 if exact else 2**-4
@@ -125,7 +125,7 @@ def test_what_is_kept_of_the_models_states_is_read_back_under_their_names(kv_dty
 
 
 def test_the_manifest_says_the_dtype_and_what_rows_hold(family_bundle):
-    state = open_bundle(family_bundle("deepseek-v3.2", "a3", "int8")).manifest["state"]
+    state = open_bundle(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8")).manifest["state"]
     assert state["kv_dtype"] == "int8"
     assert "latent: a row is the token's 8-bit latents" in " ".join(state["rules"])
     first = {s["name"].rpartition(".")[2]: s for s in state["states"] if s["name"].startswith("s.layers.0.")}
@@ -143,7 +143,7 @@ def test_the_manifest_says_the_dtype_and_what_rows_hold(family_bundle):
     "kv_dtype, message", [("fp8", r"state\.states\.0\.dtype"), ("int4", "one of bf16"), (None, "one of bf16")]
 )
 def test_a_manifest_of_another_dtype_is_refused(family_bundle, tmp_path, kv_dtype, message):
-    folder = Path(shutil.copytree(family_bundle("deepseek-v3.2", "a3", "int8"), tmp_path / "b"))
+    folder = Path(shutil.copytree(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8"), tmp_path / "b"))
     manifest = read_json(folder / MANIFEST)
     manifest["state"]["kv_dtype"] = kv_dtype
     (folder / MANIFEST).write_bytes(dump(manifest))
@@ -152,7 +152,7 @@ def test_a_manifest_of_another_dtype_is_refused(family_bundle, tmp_path, kv_dtyp
 
 
 def test_inspect_shows_the_dtype_the_operators_and_what_is_not_proved(family_bundle):
-    text = inspect_bundle(family_bundle("kimi-k3.1-pro", "a3", "int8")).text()
+    text = inspect_bundle(family_bundle("kimi-k3.1-pro", "a3", kv_dtype="int8")).text()
     for line in (
         "tokens a sequence; caches of sparse attention in int8",
         "mla: cache of latents: DynamicQuant, Bitcast, ConcatV2, ScatterNdUpdate (a scale for 128 latents, ",
@@ -169,7 +169,7 @@ def test_inspect_shows_the_dtype_the_operators_and_what_is_not_proved(family_bun
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_graph_in_8_bits_has_no_operator_and_no_state_of_the_plain_cache(family_bundle, name):
-    entry = open_bundle(family_bundle(name, "a3", "int8")).graph("decode")
+    entry = open_bundle(family_bundle(name, "a3", kv_dtype="int8")).graph("decode")
     mla = [x for x in small_model(name).layers if x.kinds[0] == "mla"]
     full = sum(not x.mixer.indexer.shared for x in mla)
     assert entry["ops"]["KvQuantSparseFlashAttention"] == len(mla)
@@ -322,7 +322,7 @@ def test_keys_are_written_and_selected_as_the_reference_does(host, chip, cann, k
 @pytest.mark.parametrize("chip, kv_dtype", PLACES)
 def test_a_bundle_in_8_bits_is_its_model(family_bundle, name, chip, kv_dtype):
     """Exactly, as then nothing is rounded; natively within what rounding costs."""
-    found = verify_bundle(family_bundle(name, chip, kv_dtype), steps=2, seed=1)
+    found = verify_bundle(family_bundle(name, chip, kv_dtype=kv_dtype), steps=2, seed=1)
     assert found.passed, found.text()
     kinds = {r.what for r in found.rows if r.mode == "exact"}
     assert {"logits", "mla.latent", "mla.rope", "mla.index"} <= kinds
@@ -380,9 +380,13 @@ def test_damaged_keys_are_seen_in_the_keys_that_are_selected(family_bundle, monk
         if name == "s.layers.1.mla.index":
             value.copy_(value.flip(-1))
 
-    whole = {o.where: o.mean for o in verify_bundle(family_bundle("deepseek-v3.2", "a3", "int8"), steps=2).overlaps}
+    whole = {
+        o.where: o.mean for o in verify_bundle(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8"), steps=2).overlaps
+    }
     damage(monkeypatch, "native", turn)
-    found = {o.where: o.mean for o in verify_bundle(family_bundle("deepseek-v3.2", "a3", "int8"), steps=2).overlaps}
+    found = {
+        o.where: o.mean for o in verify_bundle(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8"), steps=2).overlaps
+    }
     assert found["layers.1.mla"] < whole["layers.1.mla"] - 0.02
     assert found["layers.0.mla"] == whole["layers.0.mla"]
 
@@ -398,7 +402,7 @@ def test_a_scale_that_is_off_by_a_quarter_is_noticed(family_bundle, monkeypatch,
             value *= 1.25
 
     damage(monkeypatch, "native", stretch)
-    found = verify_bundle(family_bundle("deepseek-v3.2", chip, kv_dtype), steps=1)
+    found = verify_bundle(family_bundle("deepseek-v3.2", chip, kv_dtype=kv_dtype), steps=1)
     assert not found.passed
     assert what in [r.what for r in found.rows if not r.passed and r.mode == "native"]
 
@@ -426,7 +430,7 @@ def test_a_wrong_reader_is_noticed_exactly_and_named(family_bundle, tmp_path, na
     def scale(found: dict[str, Any]) -> None:
         set_attr(found[node], "scale_value", 1.01 * get_attr(found[node], "scale_value"))
 
-    folder = changed(family_bundle(name, chip, kv_dtype), tmp_path / "b", scale)
+    folder = changed(family_bundle(name, chip, kv_dtype=kv_dtype), tmp_path / "b", scale)
     found = verify_bundle(folder, steps=0, modes=("exact",), bisect=True)
     assert not found.passed
     assert f": {node} (" in found.difference, found.difference
@@ -440,7 +444,7 @@ def test_rows_that_end_in_the_scales_of_another_layer_are_noticed_exactly_where_
         assert concat.input[2].startswith("layers.1.")
         concat.input[2] = concat.input[2].replace("layers.1.", "layers.0.")
 
-    folder = changed(family_bundle("deepseek-v3.2", "a3", "int8"), tmp_path / "b", mix)
+    folder = changed(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8"), tmp_path / "b", mix)
     found = verify_bundle(folder, steps=0, modes=("exact",), bisect=True)
     assert not found.passed
     assert "(seen at layers.1.mla/ScatterNdUpdate)" in found.difference, found.difference
@@ -448,7 +452,7 @@ def test_rows_that_end_in_the_scales_of_another_layer_are_noticed_exactly_where_
 
 @pytest.mark.parametrize("name", ["kimi-k3.1-pro", "glm-5.2"])
 def test_nothing_is_named_where_nothing_is_wrong(family_bundle, name):
-    opened = open_bundle(family_bundle(name, "a3", "int8"))
+    opened = open_bundle(family_bundle(name, "a3", kv_dtype="int8"))
     checkpoint = verify.find_checkpoint(opened, None)
     config = load_config(checkpoint.folder)
     params = load_params(checkpoint, config, dtype=torch.float64)

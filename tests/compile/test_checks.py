@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kimi_graph.compile.targets import target
 from kimi_graph.errors import CompileError
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
-F16, I8, E4M3 = torch.float16, torch.int8, torch.float8_e4m3fn
+F16, I8, E4M3, E8M0 = torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 HELPERS = '''
 def Add(x1, x2):
@@ -565,6 +566,69 @@ def test_attributes_of_expert_operators_have_legal_values(helpers, node, attr, v
     set_attr(g.op(node), attr, value)
     with pytest.raises(CompileError, match=message):
         check(g, helpers)
+
+
+def packed_graph(form: str, groups: int = 3, n: int = 128, k: int = 256, **change: Any) -> Builder:
+    """A grouped product of packed weights; `change`: the shape of a scale, or None where it is left out."""
+    g, rows = Builder(), 4
+    kinds = {"int4": (BF16, Dtype.INT4), "mx": (E4M3, Dtype.FLOAT4_E2M1), "blocks": (E4M3, Dtype.FLOAT8_E4M3FN)}
+    blocks = [-(-k // 128)]
+    scales = {
+        "int4": {"antiquant_scale0": ([groups, k // 32, n], BF16)},
+        "mx": {"antiquant_scale0": ([groups, n, k // 64, 2], E8M0), "per_token_scale": ([rows, k // 64, 2], E8M0)},
+        "blocks": {"scale0": ([groups, -(-n // 128), *blocks], F32), "per_token_scale": ([rows, *blocks], F32)},
+    }[form]
+    inputs = {"x0": g.data("x", [rows, k], kinds[form][0]), "weight0": g.weight("w", [groups, n, k], kinds[form][1])}
+    order = ("scale0", "antiquant_scale0", "group_list", "per_token_scale")
+    scales["group_list"] = ([groups], I64)
+    for name in order:
+        shape, dtype = scales.get(name, (None, F32))
+        shape = change.get(name, shape)
+        if shape is not None:
+            inputs[name] = g.data(name, shape, dtype)
+        elif name == "per_token_scale":
+            inputs[name] = None
+    attrs = {"split_item": 2, "group_type": 0, "group_list_type": 1, "transpose_weight": change.get("transposed", True)}
+    return g.done(g.add("up", "GroupedMatmul", inputs, {"y0": ([rows, n], BF16)}, dtype=int(form != "int4"), **attrs))
+
+
+@pytest.mark.parametrize("form, chip", [("int4", "a3"), ("int4", "950dt"), ("mx", "950dt"), ("blocks", "950dt")])
+def test_grouped_products_of_packed_weights_pass(helpers, form, chip):
+    check(packed_graph(form), helpers, chip)
+
+
+@pytest.mark.parametrize(
+    "form, change, message",
+    [
+        ("mx", {"k": 96, "n": 96}, r"n is 96; expected a multiple of 64"),
+        ("mx", {"antiquant_scale0": [3, 4, 128, 2]}, r"antiquant_scale is \[3, 4, 128, 2\]; expected \[3, 128, 4, 2\]"),
+        ("mx", {"per_token_scale": [4, 8, 1]}, r"per_token_scale is \[4, 8, 1\]; expected \[4, 4, 2\]"),
+        (
+            "mx",
+            {"per_token_scale": None},
+            r"times FLOAT4_E2M1 with antiquant_scale; expected antiquant_scale, per",
+        ),
+        ("int4", {"antiquant_scale0": None}, r"BF16 times INT4 with no scale; expected antiquant_scale"),
+        ("int4", {"antiquant_scale0": [3, 128, 8]}, r"antiquant_scale is \[3, 128, 8\]; expected \[3, 128, 128\]"),
+        (
+            "int4",
+            {"antiquant_scale0": [3, 7, 128]},
+            r"antiquant_scale \[3, 7, 128\]; expected \[groups, a divisor of",
+        ),
+        ("int4", {"antiquant_scale0": [3, 16, 128]}, r"the number of weights to a scale is 16; expected one of 32, 64"),
+        ("blocks", {"scale0": [3, 2, 1]}, r"scale is \[3, 2, 1\]; expected \[3, 1, 2\]"),
+        ("blocks", {"transposed": False}, r"weights that are not transposed; expected transpose_weight|sums over"),
+    ],
+)
+def test_scales_of_packed_weights_are_those_of_their_scenario(helpers, form, change, message):
+    with pytest.raises(CompileError, match=message):
+        check(packed_graph(form, **change), helpers, "950dt")
+
+
+@pytest.mark.parametrize("form", ["mx", "blocks"])
+def test_short_floats_are_refused_where_the_hardware_has_none(helpers, form):
+    with pytest.raises(CompileError, match="E4M3"):
+        check(packed_graph(form), helpers, "a3")
 
 
 def recurrent(

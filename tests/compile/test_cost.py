@@ -197,6 +197,22 @@ def test_another_reader_counts_the_same_of_a_small_model(host, messages, tmp_pat
     agree(tmp_path / "b", messages)
 
 
+@pytest.mark.parametrize(
+    "name, chip, form",
+    [("kimi-k3", "950dt", "native"), ("kimi-k2.5", "a3", "native"), ("deepseek-v3.2", "950dt", "native")],
+)
+def test_another_reader_counts_the_same_of_packed_experts(family_bundle, messages, name, chip, form):
+    agree(family_bundle(name, chip, weights_format=form), messages)
+
+
+@pytest.mark.slow
+def test_a_decode_step_with_packed_experts_moves_little_more_than_its_weights_and_states(host, messages, tmp_path):
+    config = load_config("kimi-k3.1-pro")
+    compile_model(config, target=target("950dt"), out=tmp_path / "b", phases=("decode",), weights_format="native")
+    (ratio,) = agree(tmp_path / "b", messages).values()
+    assert 1 < ratio <= MOST
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, chip, kv_dtype",

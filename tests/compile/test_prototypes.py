@@ -139,8 +139,15 @@ DIFFERENCES = {
     "RecurrentGatedDeltaRule": {"state": "the OpDef lists a float32 state; the helper's symbol knows BF16 only"},
     "MoeInitRoutingV3": {"x": NEWER, "expanded_x": NEWER},
     "GroupedMatmul": dict.fromkeys(
-        ("x", "weight", "scale", "per_token_scale"), "8-bit and 4-bit floats of the 950 family"
+        ("x", "weight", "scale", "antiquant_scale", "per_token_scale"), "8-bit and 4-bit floats of the 950 family"
     ),
+    "DynamicMxQuant": {
+        "x": NEWER,
+        "block_size": "the helper itself writes the attribute `blocksize`",
+        "blocksize": "as above",
+        "dst_type": "the same number, 40, by its name",
+    },
+    "DynamicBlockQuant": {"x": NEWER, "y": NEWER, "dst_type": "34 in the helper; it is always written"},
     "ScatterPaKvCache": dict.fromkeys(
         ("key", "key_cache", "value", "value_cache"), "the helper's symbol has no dtypes"
     ),

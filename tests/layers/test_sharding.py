@@ -179,6 +179,7 @@ def test_moe_with_its_experts_split_needs_one_all_reduce_for_routed_and_shared(m
 
 
 def test_latent_experts_are_summed_before_their_norm_and_added_to_the_shared_ones_before_theirs(mesh):
+    """Public case K8."""
     run_moe(mesh, LATENT)
     rows = ROWS // mesh.axes["data"]
     assert mesh.log == [("all_reduce", ("tensor",), (rows * TOKENS, LATENT.latent)), all_reduce(mesh)]
