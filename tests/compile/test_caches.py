@@ -25,7 +25,7 @@ from kimi_graph.compile.inspect import inspect_bundle, sizes
 from kimi_graph.compile.phases import capture_pieces
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, Piece
-from kimi_graph.compile.targets import target
+from kimi_graph.compile.targets import CANN_VERSIONS, target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.compile.verify import Overlaps, cache_tolerance, native_tolerance, verify_bundle
 from kimi_graph.errors import BundleError, CompileError
@@ -337,6 +337,31 @@ def test_a_bundle_in_8_bits_is_its_model(family_bundle, name, chip, kv_dtype):
     assert "bfloat16" in found.text() and "by chance" in found.text()
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("chip", ["a2", "a3", "950pr", "950dt"])
+@pytest.mark.parametrize("cann", CANN_VERSIONS)
+def test_every_fixture_in_8_bits_is_its_model_where_a_chip_and_release_take_it(
+    host, family_bundle, tmp_path, name, kv_dtype, chip, cann
+):
+    checkpoint = verify.find_checkpoint(open_bundle(family_bundle(name)), None).folder
+    config, profile = load_config(checkpoint), target(chip, cann=cann)
+    sizes_ = {"batch": 3, "chunk": 7, "max_len": 96, "page": 32, "patches": 16 if config.vision else None}
+
+    def make() -> None:
+        out = tmp_path / "b"
+        compile_model(config, target=profile, out=out, checkpoint=checkpoint, kv_dtype=kv_dtype, **sizes_)
+
+    if (profile.soc != "950" and kv_dtype == "fp8") or (profile.soc, cann) == ("950", "8.5"):
+        with pytest.raises(CompileError, match=r"has no 8-bit floats|expected CANN 9\.1 or later"):
+            make()
+        return
+    make()
+    found = verify_bundle(tmp_path / "b", steps=3)
+    assert found.passed, found.text()
+
+
 @pytest.mark.parametrize("chip, kv_dtype", PLACES)
 def test_a_bundle_that_only_decodes_starts_from_the_models_states(host, family_bundle, tmp_path, chip, kv_dtype):
     checkpoint = verify.find_checkpoint(open_bundle(family_bundle("deepseek-v3.2")), None).folder
@@ -344,6 +369,16 @@ def test_a_bundle_that_only_decodes_starts_from_the_models_states(host, family_b
     compile_model(load_config(checkpoint), target=target(chip), out=tmp_path / "b", checkpoint=checkpoint, **sizes_)
     found = verify_bundle(tmp_path / "b", steps=2)
     assert found.passed, found.text()
+
+
+def test_caches_in_8_bits_and_packed_experts_go_together(family_bundle):
+    found = verify_bundle(
+        family_bundle("kimi-k3.1-pro", "950dt", kv_dtype="fp8", weights_format="native"), steps=1, seed=1
+    )
+    assert found.passed, found.text()
+    assert found.overlaps and {r.bfloat16 for r in found.rows if r.mode == "native"} == {
+        native_tolerance(small_model("kimi-k3.1-pro"), "mxfp4")
+    }
 
 
 def test_a_bundle_of_bfloat16_caches_shows_its_selections_too(family_bundle):
