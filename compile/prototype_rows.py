@@ -458,7 +458,8 @@ FUSED = [
         """,
         same="query key; query_dequant_scale key_dequant_scale",
         since="9.1 950",
-        source=_TRANSFORMER + ", and its definition in CANN 8.5, 9.0 and 9.1 (before 9.1 without the two strides)",
+        source=_TRANSFORMER + ", and its definition in CANN 8.5, 9.0 and 9.1 (before 9.1 without the two strides); its "
+        "aclnn document of 9.1 names 950 alone, its README and its definition A2 and A3 too",
     ),
     Row(
         type="KvQuantSparseFlashAttention",

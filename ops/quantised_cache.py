@@ -195,6 +195,7 @@ def _(ge, q, weights, pool, scales, block_table, lengths, counts, top_k):
     scaled, wanted = INDEX_SCALE[dtype], index_heads(ge, heads)
     weighed = torch.float16 if scaled == torch.float16 else torch.bfloat16
     reason = f"CANN's operator; weights rounded to {str(weighed).removeprefix('torch.')}"
+    reason += "" if dtype == torch.int8 else "; it sorts scores as bfloat16"
     reason += f"; {heads} heads padded to {wanted} with zero weights" if wanted != heads else ""
     ge.chose("selection of keys", "DynamicQuant, QuantLightningIndexer", reason)
     padded = ge.pad(q, 2, wanted, value=1.0)  # a head of zeros has the scale zero, and is no number over it
