@@ -297,7 +297,10 @@ def _helper(host: Host, name: str) -> Callable[..., Any]:
 
     @functools.wraps(helper)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
+        try:
+            given = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            raise CompileError(f"torchair of torch-npu {host.version}: its helper {name} has {error}.") from error
         return helper(**{n: None for n in required if n not in given}, **given)  # the helper refuses None where it must
 
     return call

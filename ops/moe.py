@@ -57,7 +57,7 @@ def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
     reason = "sigmoid, choice by the biased score and normalisation" + (", best groups first" if groups > 1 else "")
     ge.chose("routing", "MoeGatingTopK", reason)
     weights, chosen, _ = ge.MoeGatingTopK(
-        scores, bias, None, None, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
+        scores, bias, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
         renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
     )  # fmt: skip
     return weights, chosen
