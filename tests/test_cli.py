@@ -251,7 +251,8 @@ def test_a_command_line_that_is_not_understood_is_exit_code_2_with_a_hint(run, a
 # The rest needs a real process. The command is a stand-in that prints or sleeps.
 
 PROGRAM = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
 sys.modules["kimi_graph.compile.inspect"] = fake = types.ModuleType("fake")
 class Found:
     summary = "done"
