@@ -4,7 +4,7 @@ The model is traced again, piece by piece, as compile did, and each traced call 
 node that stands for it. Both start from the model's own state, so that what is found is where a difference begins.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from kimi_graph.models.decoder import Use
 
 from . import recipe
 from .bundle import SOURCES, Bundle, read_json
+from .caches import WRITES, written
 from .executor import Node, Selections
 from .manifest import bucket_of
 from .origins import Origins, source_of
@@ -73,7 +74,7 @@ class _Exact(fx.Interpreter):
 
 def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: list[Step]) -> str:
     """A line that names the first node that differs, or says that none was found."""
-    model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, params, "exact")
+    model, side = ModelSide(config, bundle.manifest["state"], params), GraphSide(bundle, config, params, "exact")
     file = bundle.folder / SOURCES
     origins = read_json(file) if file.is_file() else {}
     for step in steps:
@@ -88,12 +89,12 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
             side.step(step, Selections(), observe)
             known = origins.get(entry["name"], {})
             agreed: set[str] = set()
-            for edge, value, first in _traced(config, bucket_of(bundle.manifest, entry), model, step, known):
-                name = edge.rpartition(":")[0]
-                if edge not in seen:
+            for edges, values in _traced(config, bucket_of(bundle.manifest, entry), model, step, known):
+                name = edges[0].rpartition(":")[0]
+                if not seen.keys() >= set(edges):
                     line = source_of(known, name)
                     return str(Difference(entry["name"], name, "missing", line, float("inf"), name))
-                error = _error(seen[edge], value, first)
+                error = values([seen[edge] for edge in edges])
                 if not error <= EXACT_TOLERANCE:
                     node = _suspect(side.graphs[step.phase].nodes, name, agreed)
                     line = source_of(known, node.name)
@@ -111,7 +112,7 @@ def _error(mine: Tensor, value: Tensor, first: int) -> float:
 
 
 # They change no number in float64; what an operator is given more of (heads) comes and goes by PadV3 and Slice.
-CARRIERS = frozenset({"Reshape", "Identity", "Transpose", "Cast", "TensorMove", "PadV3", "Slice"})
+CARRIERS = frozenset({"Reshape", "Identity", "Transpose", "Cast", "TensorMove", "PadV3", "Slice", "ConcatV2"})
 
 
 def _suspect(nodes: Mapping[str, Node], name: str, agreed: set[str]) -> Node:
@@ -132,8 +133,8 @@ def _suspect(nodes: Mapping[str, Node], name: str, agreed: set[str]) -> Node:
 
 def _traced(
     config: ModelConfig, bucket: Bucket, model: ModelSide, step: Step, origins: dict[str, Origins]
-) -> Iterator[tuple[str, Tensor, int]]:
-    """Edges of the graph, the values they should have, and from which row on (slot 0 and page 0 are nobody's)."""
+) -> Iterator[tuple[list[str], Callable[[list[Tensor]], float]]]:
+    """Edges of the graph, and how far what they gave is from what the model gives."""
     pieces: dict[str, Folded] = {name: fold_piece(c) for name, c in capture_pieces(config, bucket).items()}
     params, states = dict(tree.items(model.params)), model.named_states()
     batch, values = step.named, dict(step.inputs)
@@ -158,9 +159,14 @@ def _traced(
         after = {id(value) for name, value in zip(piece.captured.outputs, out, strict=True) if name.startswith("s.")}
         for call, results in run.values.items():
             edges = edges_of.get(call, []) if call in needed else []
-            for edge, result in zip(edges, results if isinstance(results, (tuple, list)) else [results], strict=False):
+            made = list(results) if isinstance(results, (tuple, list)) else [results]
+            for edge, result in zip(edges, made, strict=False):
                 if edge and isinstance(result, Tensor):
-                    yield place_of(use) + edge, result, int(id(result) in after)
+                    first = int(id(result) in after)  # slot 0 and page 0 are nobody's
+                    yield [place_of(use) + edge], lambda x, y=result, first=first: _error(x[0], y, first)
+            if kept := edges_of.get(WRITES.get(call, "")):
+                start = made[0].shape[1]  # rows of page 0
+                yield [place_of(use) + edge for edge in kept], lambda x, y=made, n=start: _error(*written(x, y), n)
         values |= zip(use.writes, out, strict=False)  # states come after the values
 
 

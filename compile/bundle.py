@@ -161,3 +161,9 @@ def writing(folder: Path) -> Iterator[Path]:
             yield work
     except OSError as e:
         raise BundleError(f"{folder}: {e.strerror or e}; nothing was written.") from None
+
+
+def caches_text(state: dict[str, Any]) -> str:
+    """What a line about a bundle's state contract ends with; "" where caches have the model's dtype."""
+    kv_dtype = state.get("kv_dtype", "bf16")
+    return "" if kv_dtype == "bf16" else f"; caches of sparse attention in {kv_dtype}"

@@ -23,8 +23,8 @@ from .view import Desc, Edge, Node, View, view
 INPUTS = frozenset({"Data", "RefData"})
 CONSTANTS = frozenset({"Const", "FileConstant"})
 SOURCES = INPUTS | CONSTANTS
-# Same memory, other shape: who reads a view of a state reads the state.
-VIEWS = frozenset({"Reshape", "ExpandDims", "Squeeze", "Unsqueeze", "Identity"})
+# Same memory, other shape or dtype: who reads a view of a state reads the state.
+VIEWS = frozenset({"Reshape", "ExpandDims", "Squeeze", "Unsqueeze", "Identity", "Bitcast"})
 
 # Attributes that are not part of a prototype: torchair's and ours, for GE or for people.
 PRIVATE = frozenset(
@@ -35,6 +35,7 @@ PRIVATE = frozenset(
         "_output_name_value",
         "_readable_value",
         "_inference_rule",
+        "_enable_storage_format_spread",
         "_inputs_all_sym",
         "_source",
         "input_layout_info",

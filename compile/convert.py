@@ -10,7 +10,7 @@ Sources of nodes: capture notes file and line in `node.meta["source"]`.
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from kimi_graph.ops import OPERATORS
 from kimi_graph.parallel.collectives import COLLECTIVES
 
 from .air import NOTES
-from .ge_proto import GraphDef, ModelDef, OpDef, describe, describe_inputs, is_unfed, split_edge
-from .lower import ATEN, Choice, Room, Value
+from .ge_proto import GraphDef, ModelDef, OpDef, describe, describe_inputs, is_tiled, is_unfed, split_edge
+from .lower import ATEN, Choice, Recipe, Room, Value, Weights
 from .torchair_host import Host
 
 Lowering = Callable[..., Any]
@@ -38,13 +38,14 @@ class Converted:
             of an FX call is known (shape and dtype); what converters make in between may be unknown.
         sources: file and line by op name. edges: of the results of each FX call, by its name.
         choices: which operators lowerings chose and why, in the order of the graph.
-        added: names of the inputs that lowerings added.
+        weights: recipes of weights that lowerings added, by name. added: names of all inputs that they added.
     """
 
     model: ModelDef
     sources: dict[str, str]
     edges: dict[str, list[str]]
     choices: tuple[Choice, ...] = ()
+    weights: Mapping[str, Recipe] = field(default_factory=dict)
     added: tuple[str, ...] = ()
 
 
@@ -62,6 +63,7 @@ def convert(
     target: Any,
     cann: str,
     lowerings: Mapping[Any, Lowering] | None = None,
+    weights: Weights | None = None,
 ) -> Converted:
     """Turn a captured graph into a GE graph.
 
@@ -69,18 +71,22 @@ def convert(
         module: ATen and `kimi::` calls; `meta["val"]` of each node is a meta tensor (or a list) of static shape.
         name: of the GE graph. target, cann: for lowerings to choose by.
         lowerings: by overload; before torchair's converters. Default: `default_lowerings()`.
+        weights: how they are kept. Default: as the captured graph reads them.
 
     Raises:
         CompileError: a call that neither torchair nor we lower, with its source line.
     """
     graph = host.graph.GeGraph(name=name)
     graph.add_python_code = lambda *_: None  # torchair's transcript of the graph as Python text
-    walk = _Walk(host, graph, Room(host, target, cann), default_lowerings() if lowerings is None else lowerings)
+    room = Room(host, target, cann, weights=weights or Weights())
+    walk = _Walk(host, graph, room, default_lowerings() if lowerings is None else lowerings)
     with host.graph.default_ge_graph(graph), host.shield():
         for node in module.graph.nodes:
             walk.visit(node)
     model = _finish(ModelDef.FromString(graph.SerializeToString()))
-    return Converted(model, walk.sources, walk.edges(), tuple(walk.room.choices), tuple(walk.room.extra_inputs))
+    return Converted(
+        model, walk.sources, walk.edges(), tuple(room.choices), room.weights.made, tuple(room.extra_inputs)
+    )
 
 
 class _Walk:
@@ -207,5 +213,5 @@ def _tidy(op: OpDef) -> None:
     for desc in [*op.input_desc, *op.output_desc]:
         for note in NOTES & set(desc.attr):
             del desc.attr[note]
-        if not is_unfed(desc):
+        if not is_unfed(desc) and not is_tiled(desc):
             desc.layout = "ND"

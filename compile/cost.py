@@ -27,7 +27,7 @@ from .manifest import is_weight
 from .view import Desc, Edge, Node, View, view
 
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
-VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "ExpandDims"}
+VIEWS = {"Reshape", "Squeeze", "Unsqueeze", "ExpandDims", "Bitcast"}
 COPIES = {
     "casts": {"Cast"},
     "padding": {"PadV3", "Slice"},  # Slice takes the padding off again; slices of a model are StridedSliceV2
@@ -38,15 +38,6 @@ COPIES = {
 }  # fmt: skip
 CATEGORIES = ("weights", "states", "activations", *COPIES)
 CATEGORY_OF = {type_: category for category, types in COPIES.items() for type_ in types}
-
-# Of dtypes that torch does not have; elements lie close together.
-_BITS = {
-    **dict.fromkeys(("INT4", "FLOAT4_E2M1", "FLOAT4_E1M2"), 4),
-    **dict.fromkeys(("FLOAT6_E3M2", "FLOAT6_E2M3"), 6),
-    **dict.fromkeys(("INT2", "UINT2"), 2),
-    "UINT1": 1,
-}
-
 
 # ---- parts of operands -----------------------------------------------------------------------------------------------
 
@@ -65,9 +56,7 @@ def _size(desc: Desc | None) -> int:
     """Bytes of a tensor; 0 where it is not given or its shape not known."""
     if desc is None or desc.shape is None or not desc.dtype:
         return 0
-    dtype = Dtype.of_proto(desc.dtype)
-    bits = 8 * dtype.shared.itemsize if dtype.shared is not None else _BITS[dtype.name]
-    return -(-math.prod(desc.shape) * bits // 8)
+    return -(-math.prod(desc.shape) * Dtype.of_proto(desc.dtype).bits // 8)
 
 
 def _count(desc: Desc | None) -> int:
@@ -148,7 +137,8 @@ PARTS: Mapping[str, Parts] = {
     "GroupedMatmul": _experts,
     "FusedInferAttentionScore": _pages("key0", "value0", "key_rope"),
     "LightningIndexer": _pages("key"),
-    "SparseFlashAttention": _selected,
+    "QuantLightningIndexer": _pages("key", "key_dequant_scale"),
+    **dict.fromkeys(("SparseFlashAttention", "KvQuantSparseFlashAttention"), _selected),
 }
 
 

@@ -1,9 +1,10 @@
 """`kimi-graph compile`: config to bundle. Capture, fold, convert, stamp, check, write; no weights, no NPU, no CANN."""
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,20 +13,23 @@ from typing import Any
 
 import torch
 
-from kimi_graph.checkpoint import Checkpoint, audit
+from kimi_graph import tree
+from kimi_graph.checkpoint import Checkpoint, audit, released_formats
 from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
+from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 from kimi_graph.parallel import Rules
 
 from . import air, bundle, constants
+from .caches import check_kv_dtype, quantise_caches
 from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
-from .ge_proto import ModelDef, OpDef
-from .lower import Choice
+from .ge_proto import ModelDef, OpDef, is_tiled
+from .lower import Choice, Weights
 from .manifest import graph_entry, state_contract, weight_plan
 from .order import order_collectives
 from .origins import Origins, source_of
@@ -47,6 +51,7 @@ from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host
 from .torchair_host import load as load_host
+from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -68,7 +73,10 @@ class Request:
         phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
         max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
         patches: of a picture, at most; None: 4,096 (models with vision alone).
+        kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
+        weights_format: of the routed experts, see `weight_formats`; stored: formats of parameters that are stored
+            quantised, by path.
     """
 
     config: ModelConfig
@@ -81,6 +89,63 @@ class Request:
     pages: int | None = None
     constants: bool = False
     patches: int | None = None
+    kv_dtype: str = "bf16"
+    weights_format: str = "bf16"
+    stored: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def form(self) -> str:
+        """What graphs keep the routed experts in: "plain", or a form of `weight_formats`.
+
+        Raises:
+            CompileError: no kernel of the target takes that.
+        """
+        return kept_form(self.weights_format, self.native, self.target.soc)
+
+    @functools.cached_property
+    def native(self) -> str:
+        """What the routed experts are stored in."""
+        return native_form(self.config, decoder.model_specs(self.config), self.stored)
+
+    @property
+    def experts(self) -> str:
+        """The form of the routed experts in words, with a better one where there is one."""
+        text = str(self.config.dtype).removeprefix("torch.") if self.form == "plain" else self.form
+        if self.form != "plain" or self.native == "plain" or not usable(self.native, self.target.soc):
+            return text
+        return f"{text}; {self.target.soc} has a kernel for them as stored ({self.native}): --weights-format native"
+
+    def packed(self, parameter: str, rules: Rules | None = None) -> Mapping[str, Packed]:
+        """Inputs that hold a parameter, by its path, where it is kept packed; empty where it is not.
+
+        Args:
+            rules: of a mesh: of one rank's experts, which are whole.
+        """
+        if self.form == "plain" or part_of(parameter) != "experts":
+            return {}
+        spec = dict(tree.items(decoder.model_specs(self.config)))[parameter]
+        if rules is not None:
+            ways = [rules.mesh.size(rules.on(axis)) for axis in spec.axes]
+            if any(n > 1 for n in ways[1:]):
+                raise CompileError(f"{parameter}: an expert kept as {self.form} is not split; split experts alone.")
+            spec = replace(spec, shape=(spec.shape[0] // ways[0], *spec.shape[1:]))
+        return expert_weights(self.form, spec)
+
+    def weights_of(self, use: Use, rules: Rules | None = None) -> Weights:
+        """How a part's weights are kept."""
+        return Weights(
+            form=self.form,
+            packed=lambda parameter: self.packed(parameter_path(self.config, parameter, use.prefix), rules),
+        )
+
+    def check(self) -> None:
+        """Raises:
+        CompileError: what cannot be had.
+        """
+        self.buckets()
+        form = self.form
+        if self.constants and form != "plain":
+            raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -104,6 +169,7 @@ class Request:
                 f"the nearest is {min(1024, max(16, round(self.page / 16) * 16))}."
             )
         sequence_pages = check_length(self.config, self.max_len, self.page).pages
+        check_kv_dtype(self.config, self.target, self.kv_dtype, sequence_pages * self.page)
         if "prefill" in self.phases and self.chunk > self.max_len:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
         pages = self.rows * sequence_pages + 1 if self.pages is None else self.pages
@@ -189,8 +255,9 @@ def build_graph(
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
     pieces = build_pieces(request, b, host, prototypes, clock, rules)
+    placed = uses(request.config, b)
     with clock.step("stamp"):
-        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in uses(request.config, b)], prototypes)
+        graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in placed], prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -206,8 +273,13 @@ def build_pieces(
         else:
             sharded = capture_sharded_pieces(request.config, b, rules)
             captured = {name: piece.captured for name, piece in sharded.items()}
+        captured = {name: quantise_caches(c, request.kv_dtype) for name, c in captured.items()}
+    first = {use.part: use for use in reversed(uses(request.config, b))}
     with clock.step("convert"):
-        return {name: convert_piece(name, c, request.target, host, prototypes) for name, c in captured.items()}
+        return {
+            name: convert_piece(name, c, request.target, host, prototypes, request.weights_of(first[name], rules))
+            for name, c in captured.items()
+        }
 
 
 def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
@@ -227,12 +299,17 @@ def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
     )
 
 
-def convert_piece(name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes) -> Piece:
-    """Passes on the FX graph, torchair's conversion, passes on the GE graph."""
+def convert_piece(
+    name: str, captured: Captured, target: Target, host: Host, prototypes: Prototypes, weights: Weights | None = None
+) -> Piece:
+    """Passes on the FX graph, torchair's conversion, passes on the GE graph. `weights`: how they are kept."""
     folded = fold_piece(captured)
-    made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann)
     placeholders = [n.name for n in folded.captured.module.graph.nodes if n.op == "placeholder"]
-    inputs = dict(zip(placeholders, folded.captured.inputs, strict=True)) | {name: name for name in made.added}
+    inputs = dict(zip(placeholders, folded.captured.inputs, strict=True))
+    recipes = {node: folded.weights[dotted] for node, dotted in inputs.items() if dotted in folded.weights}
+    kept = replace(weights or Weights(), recipes=recipes)
+    made = convert(folded.captured.module, name=name, host=host, target=target, cann=target.cann, weights=kept)
+    inputs |= {added: added for added in made.added}
     outputs = alias_states(made.model, inputs, folded.captured.outputs, prototypes)
     try:
         infer_shapes(made.model)
@@ -240,7 +317,7 @@ def convert_piece(name: str, captured: Captured, target: Target, host: Host, pro
         node = str(error).partition(" ")[0]
         raise CompileError(f"{made.sources.get(node, name)}: {error}") from error
     origins: Origins = {"lines": made.sources, "values": made.edges}
-    piece = make_piece(made.model, inputs, outputs, folded.weights, origins, prototypes)
+    piece = make_piece(made.model, inputs, outputs, {**folded.weights, **made.weights}, origins, prototypes)
     return replace(piece, choices=made.choices)
 
 
@@ -295,6 +372,7 @@ class Compiled:
 
     manifest: dict[str, Any]
     clock: Clock
+    experts: str = ""
 
     @property
     def summary(self) -> str:
@@ -311,7 +389,8 @@ class Compiled:
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
-                f"{s['tokens_per_sequence']:,} tokens a sequence",
+                f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
+                f"experts   {self.experts}",
                 f"memory    {_memory(m)}",
                 f"time      {steps}",
             ]
@@ -345,7 +424,9 @@ def compile_model(
     page: int | None = None,
     pages: int | None = None,
     patches: int | None = None,
+    kv_dtype: str = "bf16",
     weights: str = "input",
+    weights_format: str = "bf16",
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
@@ -356,6 +437,7 @@ def compile_model(
         out: the bundle's folder, replaced if it is a bundle; None makes and checks the graphs and writes nothing.
         checkpoint: where the weights lie; remembered beside the bundle's hashed content, for `verify`.
         weights: "input" (bound when the bundle is loaded) or "constant" (in the bundle, pointed to by the graphs).
+        weights_format: of the routed experts, of `weight_formats.NAMES`.
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
@@ -369,9 +451,12 @@ def compile_model(
         chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
         max_len=length,
         constants=weights == "constant",
+        kv_dtype=kv_dtype,
+        weights_format=weights_format,
+        stored=_stored_formats(config, checkpoint, weights_format),
         **{name: value for name, value in given.items() if value is not None},
     )
-    request.buckets()  # refuse before anything expensive
+    request.check()  # before anything expensive
     if out is not None:
         bundle.check_place(out)
     if request.constants:
@@ -381,7 +466,20 @@ def compile_model(
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     with clock.step("torchair"):
         host = load_host(torch_npu_wheel, cache=cache_dir)
-    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock)
+    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock, request.experts)
+
+
+def _stored_formats(config: ModelConfig, checkpoint: Path | None, weights_format: str) -> dict[str, str]:
+    """Formats of parameters that are stored quantised, by path: as a checkpoint's headers say, else as released.
+
+    Headers are not read where it does not matter: a folder may hold a config alone.
+    """
+    specs = decoder.model_specs(config)
+    if checkpoint is None:
+        return released_formats(config, specs)
+    if weights_format == "bf16":
+        return {}
+    return audit(specs, Checkpoint.open(checkpoint), config.dtype, config).stored_formats()
 
 
 def compile_bundle(
@@ -430,13 +528,17 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
     import kimi_graph
 
     c, b = request.config, graphs[0].bucket
-    state = state_contract(c, b, [g.model for g in graphs])
+    state = state_contract(c, b, [g.model for g in graphs], request.kv_dtype)
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
         "target": _target_entry(request.target),
-        "weights": {"file": bundle.WEIGHTS, "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest()},
+        "weights": {
+            "file": bundle.WEIGHTS,
+            "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest(),
+            "experts": request.form,
+        },
         "state": state,
         "memory": {
             "weights": sum(w["bytes"] for w in json.loads(files[bundle.WEIGHTS])["weights"].values()),
@@ -466,14 +568,22 @@ def unproved(graphs: list[Graph]) -> list[str]:
     ours = (
         [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
     )
-    return [*UNPROVED, *ours]
+    tiled = any(is_tiled(op.output_desc[0]) for g in graphs for op in g.model.graph[0].op if op.type == "Data")
+    rows = "KvQuantSparseFlashAttention" in types
+    return [*UNPROVED, *ours, *([TILED] if tiled else []), *([QUANTISED_ROWS] if rows else [])]
 
 
 def _target_entry(t: Target) -> dict[str, Any]:
     return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
 
 
+TILED = "Packed experts lie in tiles (FRACTAL_NZ) as documents say; no device has read them so."
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "
     "published ones, and the graphs were executed on a CPU.",
 ]
+
+QUANTISED_ROWS = (
+    "Rows of 8-bit caches are put together by Bitcast, whose registration lists neither bfloat16 nor 8-bit floats; "
+    "torchair makes it of both, and GE runs it as a Reshape."
+)

@@ -13,7 +13,8 @@ Two numberings of dtypes meet in a file and must not be mixed:
 `desc.name` (a file keeps it in attributes, see `air`). A description is *known* when it has a dtype and a shape.
 """
 
-from collections.abc import Mapping, MutableMapping, MutableSequence
+import math
+from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -279,6 +280,24 @@ class Dtype(Enum):
             raise ValueError(f"torch has no dtype for GE's {self.name}")
         return self.shared
 
+    @property
+    def held(self) -> torch.dtype:
+        """The dtype of a torch tensor that holds the values: torch's own, or a wider one where torch has none.
+
+        Raises ValueError where nothing is known to hold them.
+        """
+        return _HELD.get(self.name) or self.torch_dtype
+
+    @property
+    def text(self) -> str:
+        """For people and files: torch's name, or GE's in small letters."""
+        return self.name.lower() if self.shared is None else str(self.shared).removeprefix("torch.")
+
+    @property
+    def bits(self) -> int:
+        """Of an element in memory; elements lie close together."""
+        return 8 * self.shared.itemsize if self.shared is not None else _BITS[self.name]
+
     @staticmethod
     def of_ge(number: int) -> "Dtype":
         """By the number used in attributes. Raises ValueError if unknown."""
@@ -295,6 +314,14 @@ class Dtype(Enum):
         return _lookup(_BY_TORCH, dtype, "the dtypes GE shares with torch")
 
 
+_HELD = {"INT4": torch.int8, "FLOAT4_E2M1": torch.bfloat16}
+_BITS = {
+    **dict.fromkeys(("INT4", "FLOAT4_E2M1", "FLOAT4_E1M2"), 4),
+    **dict.fromkeys(("FLOAT6_E3M2", "FLOAT6_E2M3"), 6),
+    **dict.fromkeys(("INT2", "UINT2"), 2),
+    **dict.fromkeys(("UINT1", "STRING", "UNDEFINED"), 1),
+    "HIFLOAT8": 8,
+}
 _BY_GE = {d.ge: d for d in Dtype}
 _BY_PROTO = {d.proto: d for d in Dtype}
 _BY_TORCH = {d.shared: d for d in Dtype if d.shared is not None}
@@ -430,14 +457,41 @@ def is_unfed(desc: TensorDescriptor) -> bool:
     return "_is_unfed_optional" in desc.attr
 
 
+FRACTAL_NZ, ND = 29, 2  # numbers of formats
+
+
+def describe_tiled(desc: TensorDescriptor, shape: Iterable[int], dtype: Dtype) -> None:
+    """Make a description that of a matrix, or a stack of them, that lies in memory in tiles (FRACTAL_NZ).
+
+    As torchair describes such an input from CANN 8.2 on: without a shape in memory, which GE computes.
+    """
+    describe(desc, (), dtype)
+    desc.layout = "FRACTAL_NZ"
+    set_attr(desc, "format_for_int", FRACTAL_NZ)
+    set_attr(desc, "origin_format_for_int", ND)
+    set_attr(desc, "origin_format_is_set", True)
+    set_attr(desc, "origin_shape", list(shape))
+    set_attr(desc, "origin_shape_initialized", True)
+
+
+def is_tiled(desc: TensorDescriptor) -> bool:
+    """Whether it was described by `describe_tiled`."""
+    return desc.layout == "FRACTAL_NZ"
+
+
 def shape_of(desc: TensorDescriptor) -> tuple[int, ...]:
-    """Shape of a known description."""
-    return tuple(desc.shape.dim)
+    """Shape of a known description, whatever its layout in memory."""
+    return tuple(desc.attr["origin_shape"].list.i) if is_tiled(desc) else tuple(desc.shape.dim)
 
 
 def dtype_of(desc: TensorDescriptor) -> torch.dtype:
-    """torch's dtype of a known description. Raises ValueError where torch has none."""
-    return Dtype.of_proto(desc.dtype).torch_dtype
+    """The dtype of tensors that hold the values of a known description: see `Dtype.held`."""
+    return Dtype.of_proto(desc.dtype).held
+
+
+def bytes_of(desc: TensorDescriptor) -> int:
+    """Bytes of a known description in memory."""
+    return -(-math.prod(shape_of(desc)) * Dtype.of_proto(desc.dtype).bits // 8)
 
 
 def describe_inputs(graph: GraphDef) -> None:
@@ -447,8 +501,12 @@ def describe_inputs(graph: GraphDef) -> None:
         for edge, desc in zip(data_edges(op), op.input_desc, strict=False):  # Data has a description but no edge
             name, index = split_edge(edge)
             if name:
-                port = desc.name
-                desc.CopyFrom(producers[name].output_desc[index])
+                port, produced = desc.name, producers[name].output_desc[index]
+                if is_tiled(produced):  # a reader sees the matrix; GE brings the layout to it
+                    desc.ClearField("attr")
+                    describe(desc, shape_of(produced), Dtype.of_proto(produced.dtype))
+                else:
+                    desc.CopyFrom(produced)
                 desc.name = port
 
 

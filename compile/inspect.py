@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from . import air
-from .bundle import SOURCES, Bundle, open_bundle, read_json
-from .ge_proto import GraphDef, OpDef, data_edges, dtype_of, get_attr, is_known, shape_of
+from .bundle import SOURCES, Bundle, caches_text, open_bundle, read_json
+from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .origins import Origins, source_of
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
@@ -39,7 +39,8 @@ class Contents:
             f"made by   {made}",
             f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, {held}",
             f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, "
-            f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence",
+            f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence"
+            + caches_text(s),
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g)]
@@ -138,7 +139,7 @@ class Nodes:
 
 
 def _desc(desc: Any) -> str:
-    return f"{str(dtype_of(desc)).removeprefix('torch.')}{list(shape_of(desc))}"
+    return f"{Dtype.of_proto(desc.dtype).text}{list(shape_of(desc))}"
 
 
 def inspect_bundle(folder: Path) -> Contents:

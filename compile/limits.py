@@ -437,6 +437,7 @@ def _(use: Use) -> Iterator[Fault]:
         yield from expect("the number of outputs with split_item 2 or 3", use.count("y"), 1)
     if use.attr("group_type") == 0:
         yield from _rows_in_groups(use)
+    yield from _packed_groups(use)
     if use.target.soc != "950":
         lasts = {
             n.name: n.shape[-1] for n in use.node.ins if n.shape and n.name.rstrip("0123456789") in ("x", "weight")
@@ -468,6 +469,74 @@ def _rows_in_groups(use: Use) -> Iterator[Fault]:
     if x[1] != k:
         yield f"x sums over {x[1]}, weight over {k}", "equal sizes", "See transpose_weight."
     yield from expect("y", use.made("y0"), (x[0], n))
+
+
+# Scenarios of GroupedMatmul with quantised weights that we use, by dtypes of x and weight: which scales it takes.
+_SCENARIOS = {
+    ("BF16", "INT4"): ("antiquant_scale",),
+    ("FLOAT16", "INT4"): ("antiquant_scale",),
+    ("FLOAT8_E4M3FN", "FLOAT4_E2M1"): ("antiquant_scale", "per_token_scale"),
+    ("FLOAT8_E4M3FN", "FLOAT8_E4M3FN"): ("scale", "per_token_scale"),
+}
+
+
+def _packed_groups(use: Use) -> Iterator[Fault]:
+    """Scales of quantised weights: there, and as many as the scenario has."""
+    x, weight = (Dtype.of_proto(use.dtype(name) or 0).name for name in ("x0", "weight0"))
+    given = tuple(name for name in ("scale", "antiquant_scale") if use.count(name))
+    given += ("per_token_scale",) if use.given("per_token_scale") else ()
+    wanted = _SCENARIOS.get((x, weight), ())
+    if given != wanted:
+        yield f"{x} times {weight} with {', '.join(given) or 'no scale'}", ", ".join(wanted) or "no scale", ""
+        return
+    rows, stack = use.shape("x0"), use.shape("weight0")
+    if not wanted or rows is None or stack is None or len(stack) != 3:
+        return
+    if not use.attr("transpose_weight"):
+        yield f"{weight} weights that are not transposed", "transpose_weight", ""
+        return
+    groups, n, k = stack
+    if weight == "INT4":
+        scale = use.shape("antiquant_scale0")
+        if scale is None or len(scale) != 3 or scale[1] == 0 or k % scale[1] or k // scale[1] % 2:
+            yield f"antiquant_scale {_text(scale)}", "[groups, a divisor of k, n] with an even number of k to each", ""
+            return
+        yield from expect("antiquant_scale", scale, (groups, scale[1], n))
+        if use.target.soc == "950":
+            yield from one_of("the number of weights to a scale", k // scale[1], (32, 64, 128, 256))
+    elif weight == "FLOAT4_E2M1":
+        for what, size in (("n", n), ("k", k)):
+            if size % 64:
+                yield f"{what} is {size}", "a multiple of 64", ""
+        yield from expect("antiquant_scale", use.shape("antiquant_scale0"), (groups, n, k // 64, 2))
+        yield from expect("per_token_scale", use.shape("per_token_scale"), (rows[0], k // 64, 2))
+    else:
+        blocks = -(-k // 128)
+        yield from expect("scale", use.shape("scale0"), (groups, -(-n // 128), blocks))
+        yield from expect("per_token_scale", use.shape("per_token_scale"), (rows[0], blocks))
+
+
+@limit("DynamicMxQuant")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("blocksize", use.attr("blocksize"), (32,))
+    yield from one_of("scale_alg", use.attr("scale_alg"), (0, 1))
+    x = use.shape("x")
+    if x is not None and use.attr("axis") in (-1, len(x) - 1):
+        yield from expect("y", use.made("y"), x)
+        yield from expect("mxscale", use.made("mxscale"), (*x[:-1], -(-x[-1] // 64), 2))
+
+
+@limit("DynamicBlockQuant")
+def _(use: Use) -> Iterator[Fault]:
+    x, new = use.shape("x"), use.target.soc == "950"
+    yield from one_of("row_block_size", use.attr("row_block_size"), (1, 128, 256, 512) if new else (1, 128))
+    yield from one_of("dst_type", use.attr("dst_type"), (2, 34, 35, 36) if new else (2,))
+    yield from one_of("col_block_size", use.attr("col_block_size"), (64, 128, 192, 256) if new else (1,))
+    if x is None:
+        return
+    yield from one_of("the number of dims of x", len(x), (2, 3) if new else (2,))
+    rows, columns = (-(-size // use.attr(f"{what}_block_size")) for what, size in (("row", x[-2]), ("col", x[-1])))
+    yield from expect("scale", use.made("scale"), (*x[:-2], rows, columns))
 
 
 @limit("MoeFinalizeRoutingV2")
@@ -710,6 +779,15 @@ def _no_window(use: Use) -> Iterator[Fault]:
         yield from expect(name, use.attr(name), NO_WINDOW)
 
 
+def _index_heads(use: Use, heads: int) -> Iterator[Fault]:
+    if use.target.soc == "950":
+        yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
+    elif _release(use) < (9, 1):
+        yield from expect("the number of index heads", heads, 64, "Pad with heads of weight zero.")
+    else:
+        yield from at_most("the number of index heads", heads, 64)
+
+
 @limit("LightningIndexer")
 def _(use: Use) -> Iterator[Fault]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
@@ -737,12 +815,7 @@ def _(use: Use) -> Iterator[Fault]:
     rows, tokens, heads, width = query
     yield from expect("the width of query and key", (width, key[3]), (128, 128))
     yield from expect("weights", use.shape("weights"), query[:3])
-    if use.target.soc == "950":
-        yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
-    elif old:
-        yield from expect("the number of index heads", heads, 64, "Pad with heads of weight zero.")
-    else:
-        yield from at_most("the number of index heads", heads, 64)
+    yield from _index_heads(use, heads)
     yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
     yield from expect("sparse_values", use.made("sparse_values"), (0,), "There are none without return_values.")
 
@@ -783,6 +856,114 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("attention_out", use.made("attention_out"), query)
     for name in ("softmax_max", "softmax_sum"):
         yield from expect(name, use.made(name), (0,), "There is none without return_softmax_lse.")
+
+
+# ---- caches in 8 bits ------------------------------------------------------------------------------------------------
+
+I8, E4M3 = (DTYPES[name].proto for name in ("I8", "E4M3"))
+TILE = 128  # latents of a scale
+INDEXED = ((I8, F16, F16), (E4M3, BF16, F32), (E4M3, F16, F16))  # dtypes of query and key, weights, scales
+CACHE_ROW = 512 + 2 * 64 + 4 * 512 // TILE  # bytes: latents, rope channels of 16 bits, float32 scales
+
+
+@limit("DynamicQuant")
+def _(use: Use) -> Iterator[Fault]:
+    x, made, number = use.shape("x"), use.node.output("y"), use.attr("dst_type")
+    if x is not None and len(x) < 2:
+        yield f"x is {_text(x)}", "2 dims or more", ""
+        return
+    named = _PROTO_OF_GE.get(number)
+    if made is not None and made.dtype and named != made.dtype:
+        found = f"dst_type {number} is {SHORT.get(named or 0, 'no dtype')}, y {SHORT.get(made.dtype, made.dtype)}"
+        yield found, "the same", "dst_type counts as GE's C++ enum does, descriptions as the protobuf enum."
+    yield from expect("y", use.made("y"), x)
+    yield from expect("scale", use.made("scale"), None if x is None else x[:-1])
+    if use.given("group_index") and not use.given("smooth_scales"):
+        yield "group_index without smooth_scales", "both, or neither", ""
+
+
+@limit("Bitcast")
+def _(use: Use) -> Iterator[Fault]:
+    """The same bytes: where the new dtype is narrower a dimension more, of as many as make one of the old."""
+    x, y, made = use.node.input("x"), use.node.output("y"), use.attr("type")
+    if x is None or y is None or x.shape is None or y.shape is None or not x.dtype or not y.dtype:
+        return
+    if made.proto != y.dtype:
+        yield f"type {made.name}, y {SHORT.get(y.dtype, y.dtype)}", "the same", ""
+        return
+    widths = [Dtype.of_proto(d.dtype).shared for d in (x, y)]
+    if widths[0] is None or widths[1] is None:
+        return
+    size, rest = divmod(widths[0].itemsize, widths[1].itemsize)
+    if rest or not size:
+        yield f"from {SHORT[x.dtype]} to {SHORT[y.dtype]}", "a dtype that is not wider", ""
+        return
+    wider = (*x.shape[:-1], x.shape[-1] * size) if use.attr("keep_dim") and x.shape else (*x.shape, size)
+    yield from expect("output", y.shape, x.shape if size == 1 else wider)
+
+
+@limit("QuantLightningIndexer")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_key", use.attr("layout_key"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    for name in ("query_quant_mode", "key_quant_mode"):
+        yield from expect(name, use.attr(name), 0, "By token and head is the one mode there is.")
+    count = use.attr("sparse_count")
+    if not 1 <= count <= 2048:
+        yield f"sparse_count is {count}", "1 to 2,048", ""
+    dtypes = (use.dtype("query"), use.dtype("weights"), use.dtype("query_dequant_scale"))
+    if None not in dtypes and dtypes not in INDEXED:
+        found, *legal = (" ".join(SHORT.get(d or 0, "-") for d in some) for some in (dtypes, *INDEXED))
+        yield f"query, weights and scales are {found}", " or ".join(legal), ""
+    if (use.attr("layout_query"), use.attr("layout_key")) != ("BSND", "PA_BSND"):
+        return
+    ranks = {"query": 4, "key": 4, "weights": 3, "query_dequant_scale": 3, "key_dequant_scale": 3, "block_table": 2}
+    if faults := _ranks(use, **ranks):
+        yield from faults
+        return
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_key")
+    if query is None or key is None:
+        return
+    rows, tokens, heads, width = query
+    yield from expect("the width of query and key", (width, key[3]), (128, 128))
+    for name in ("weights", "query_dequant_scale"):
+        yield from expect(name, use.shape(name), query[:3])
+    yield from expect("key_dequant_scale", use.shape("key_dequant_scale"), key[:3])
+    yield from _index_heads(use, heads)
+    yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
+
+
+@limit("KvQuantSparseFlashAttention")
+def _(use: Use) -> Iterator[Fault]:
+    yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
+    yield from one_of("layout_kv", use.attr("layout_kv"), ("PA_BSND", "BSND", "TND"))
+    yield from _no_window(use)
+    one = {"key_quant_mode": 2, "value_quant_mode": 2, "attention_mode": 2, "quant_scale_repo_mode": 1}
+    for name, value in (one | {"tile_size": TILE, "rope_head_dim": 64}).items():
+        yield from expect(name, use.attr(name), value, "It is the one value there is.")
+    size = use.attr("sparse_block_size")
+    yield from one_of("sparse_block_size", size, (1,) if use.target.soc == "950" else (1, 2, 4, 8, 16))
+    for name in ("key_dequant_scale", "value_dequant_scale"):
+        if use.given(name):
+            yield f"{name} is given", "none", "Scales are in the rows of key."
+    if (use.attr("layout_query"), use.attr("layout_kv")) != ("BSND", "PA_BSND"):
+        return
+    if faults := _ranks(use, query=4, key=4, value=4, sparse_indices=4, block_table=2):
+        yield from faults
+        return
+    query, key = use.shape("query"), use.shape("key")
+    yield from _paged_rows(use, "key", "actual_seq_lengths_kv")
+    if query is None or key is None:
+        return
+    yield from expect("the width of query and key", (query[3], key[3]), (576, CACHE_ROW))
+    yield from expect("value", use.shape("value"), key)
+    indices = use.shape("sparse_indices")
+    yield from expect("sparse_indices", None if indices is None else indices[:3], (*query[:2], 1))
+    heads = (*POWERS_OF_TWO, 48) if use.target.soc == "950" else POWERS_OF_TWO
+    yield from one_of("the number of heads", query[2], heads, "Pad with heads of zeros.")
+    yield from expect("attention_out", use.made("attention_out"), (*query[:3], 512))
 
 
 # ---- linear attention ------------------------------------------------------------------------------------------------

@@ -16,8 +16,10 @@ import torch
 
 from kimi_graph.errors import CompileError
 
-from .ge_proto import Dtype, describe, fill_attr
+from .ge_proto import Dtype, describe, describe_tiled, fill_attr
+from .recipe import Step
 from .torchair_host import Host
+from .weight_formats import Packed
 
 Value = Any  # torchair's Tensor: an edge of the graph
 
@@ -41,6 +43,25 @@ class Choice:
     source: str = ""
 
 
+Recipe = tuple[str, tuple[Step, ...]]  # a parameter, and the steps that make a weight of it
+
+
+@dataclass
+class Weights:
+    """The weights of the graph being converted.
+
+    Attributes:
+        recipes: by input. form: of the parameters that `packed` knows ("plain", "mxfp4", ..., see `weight_formats`).
+        packed: inputs that hold a parameter in that form, by what an operator calls them; empty: it is kept plain.
+        made: recipes of inputs that lowerings have added.
+    """
+
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    form: str = "plain"
+    packed: Callable[[str], Mapping[str, Packed]] = lambda parameter: {}
+    made: dict[str, Recipe] = field(default_factory=dict)
+
+
 @dataclass
 class Room:
     """Lowering room of one graph.
@@ -51,6 +72,7 @@ class Room:
         source: file and line of the call being lowered.
         transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
         extra_inputs: inputs that lowerings have added, by name.
+        weights: see `Weights`.
         choices: what lowerings say they chose, in order, each once.
     """
 
@@ -63,6 +85,7 @@ class Room:
     reshaped: dict[str, Value] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
     choices: dict[Choice, None] = field(default_factory=dict)
+    weights: Weights = field(default_factory=Weights)
     _made: dict[Any, Value] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -155,8 +178,12 @@ class Room:
             return x
         return self.mark(self.host.ge.BroadcastTo(x, self.const(list(shape), torch.int64)), shape, self.dtype(x))
 
-    def pad(self, x: Value, dim: int, size: int) -> Value:
-        """`x` with zeros after it along `dim`, up to `size`; itself where it has that size."""
+    def number(self, dtype: torch.dtype) -> int:
+        """GE's number of a dtype, as attributes have it."""
+        return Dtype.of_torch(dtype).ge
+
+    def pad(self, x: Value, dim: int, size: int, value: float = 0.0) -> Value:
+        """`x` with zeros, or `value`, after it along `dim`, up to `size`; itself where it has that size."""
         shape = list(self.shape(x))
         added, shape[dim] = size - shape[dim], size
         assert added >= 0, (dim, size, self.shape(x))
@@ -164,7 +191,8 @@ class Room:
             return x
         sides = [0] * (2 * len(shape))
         sides[2 * (dim % len(shape)) + 1] = added
-        made = self.PadV3(x, self.const(sides, torch.int64))  # zeros where no value is given
+        filler = () if value == 0 else (self.const(value, self.dtype(x)),)  # zeros where no value is given
+        made = self.PadV3(x, self.const(sides, torch.int64), *filler)
         return self.mark(made, shape, self.dtype(x))
 
     def first(self, x: Value, dim: int, size: int) -> Value:
@@ -228,6 +256,28 @@ class Room:
         made = self.host.ge.Data(index=index, dtype=number, shape=list(shape), placement="NPU", node_name=name)
         return self.mark(made, shape, dtype)
 
+    def packed(self, weight: Value) -> dict[str, Value]:
+        """Inputs that hold a weight in the form it is kept in, by name; empty where that is the weight itself."""
+        name = weight.node.name
+        if name not in self.weights.recipes:
+            return {}
+        parameter, steps = self.weights.recipes[name]
+        packed = self.weights.packed(parameter)
+        assert not packed or all(s.kind == "view" for s in steps), f"{parameter} is kept packed and read by {steps}"
+        return {part: self._packed_input(parameter, p) for part, p in packed.items()}
+
+    def _packed_input(self, parameter: str, p: Packed) -> Value:
+        name = ".".join([parameter, *(s.short() for s in p.steps if s.kind != "view")])
+        if name not in self.extra_inputs:
+            self.weights.made[name] = (parameter, p.steps)
+            made = self.extra_inputs[name] = self.input(name, p.shape, p.dtype.held)
+            node, dtype = made.node, p.dtype
+            for desc in (*node.input_desc, *node.output_desc):
+                describe_tiled(desc, p.shape, dtype) if p.tiled else describe(desc, p.shape, dtype)
+            if p.tiled:
+                node.attr["_enable_storage_format_spread"].b = False
+        return self.extra_inputs[name]
+
     def own(self, op_type: str, inputs: Mapping[str, Any], outputs: Sequence[str], attrs: Mapping[str, Any]) -> Any:
         """A node of a type without a helper.
 
@@ -263,7 +313,10 @@ def _helper(host: Host, name: str) -> Callable[..., Any]:
 
     @functools.wraps(helper)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
+        try:
+            given = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError as error:
+            raise CompileError(f"torchair of torch-npu {host.version}: its helper {name} has {error}.") from error
         return helper(**{n: None for n in required if n not in given}, **given)  # the helper refuses None where it must
 
     return call

@@ -17,9 +17,9 @@ from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.spec import ParamSpec
 
-from . import recipe
+from . import caches, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
-from .ge_proto import ModelDef, OpDef, TensorDescriptor, dtype_of, get_attr, shape_of
+from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .phases import Bucket, graph_inputs
 from .recipe import Step
 
@@ -94,9 +94,9 @@ def bucket_of(manifest: Mapping[str, Any], entry: Mapping[str, Any]) -> Bucket:
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef]) -> dict[str, Any]:
+def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef], kv_dtype: str) -> dict[str, Any]:
     """What a runtime must hold between steps, and how it says where; `b`: any bucket of the bundle."""
-    specs = decoder.state_specs(c, slots=b.slots, pages=b.pages, page=b.page, dtype=c.dtype)
+    specs = caches.state_specs(c, kv_dtype, slots=b.slots, pages=b.pages, page=b.page)
     described = {op.name: op.output_desc[0] for m in models for op in m.graph[0].op if op.type == "RefData"}
     entries = []
     for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True)):
@@ -117,7 +117,8 @@ def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef]) -> dic
         "page_tokens": b.page,
         "pages_per_sequence": b.sequence_pages,
         "tokens_per_sequence": b.sequence_pages * b.page,
-        "rules": RULES,
+        "kv_dtype": kv_dtype,
+        "rules": RULES if kv_dtype == "bf16" else RULES + caches.RULES,
         "states": entries,
     }
 
@@ -149,8 +150,8 @@ def weight_entry(spec: ParamSpec, path: str, desc: TensorDescriptor, steps: tupl
         "tensors": list(spec.source),
         "stored": list(spec.stored),
         "shape": list(spec.shape),
-        "dtype": _dtype(dtype_of(desc)),
-        "bytes": math.prod(shape_of(desc)) * dtype_of(desc).itemsize,
+        "dtype": Dtype.of_proto(desc.dtype).text,
+        "bytes": bytes_of(desc),
         "steps": recipe.to_json(steps),
     }
 
@@ -169,8 +170,15 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     """
     manifest, where = bundle.manifest, bundle.folder / MANIFEST
     buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
-    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values()))
+    kv_dtype = manifest["state"].get("kv_dtype")
+    if kv_dtype not in caches.KV_DTYPES:
+        raise BundleError(f"{where}: state.kv_dtype is {kv_dtype!r}; one of {', '.join(caches.KV_DTYPES)} expected.")
+    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values(), kv_dtype))
+    kept = {op.name: op.output_desc[0] for m in models.values() for op in m.graph[0].op if op.type == "RefData"}
     for s in manifest["state"]["states"]:
+        if s["name"] in kept and _dtype(dtype_of(kept[s["name"]])) != s["dtype"]:
+            found = _dtype(dtype_of(kept[s["name"]]))
+            raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
         if math.prod(s["shape"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
@@ -228,6 +236,9 @@ def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> Non
 def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef]) -> None:
     specs = dict(tree.items(decoder.model_specs(config)))
     where, plan = bundle.folder / WEIGHTS, bundle.weights["weights"]
+    forms = {recipe.form(recipe.from_json(entry["steps"])) for entry in plan.values()}
+    kept = ", ".join(sorted(form for form in forms if form is not None)) or "plain"
+    _compare(bundle.folder / MANIFEST, "weights.experts", bundle.manifest["weights"].get("experts"), kept)
     ops = {op.name: op for model in models for op in model.graph[0].op}
     for name in [op.name for op in ops.values() if is_weight(op)]:
         if name not in plan or plan[name]["parameter"] not in specs:
@@ -256,6 +267,7 @@ def _check_steps(name: str, steps: tuple[Step, ...], parameter: torch.Tensor, de
             raise BundleError(f"weight {name}: step {recipe.to_json([step])} does not fit {shape}: {error}") from None
         if step.kind in ("slice", "view", "cast") and (made.shape, made.dtype) == (before.shape, before.dtype):
             raise BundleError(f"weight {name}: step {recipe.to_json([step])} does nothing to {list(before.shape)}.")
-    if made.numel() != math.prod(shape_of(desc)) or made.dtype != dtype_of(desc):
-        found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{_dtype(dtype_of(desc))}{list(shape_of(desc))}"
+    dtype = Dtype.of_proto(desc.dtype)
+    if made.nbytes != bytes_of(desc) or (made.dtype != dtype.shared and made.dtype != torch.uint8):
+        found, read = f"{_dtype(made.dtype)}{list(made.shape)}", f"{dtype.text}{list(shape_of(desc))}"
         raise BundleError(f"weight {name}: the plan makes {found}, the graph reads {read}.")

@@ -209,7 +209,7 @@ def bytes_only(steps: tuple[Step, ...]) -> tuple[Step, ...]:
             looked_at = False
         else:
             kept.append(step)
-            looked_at |= step.kind in ("slice", "permute")
+            looked_at |= step.kind in ("slice", "permute", "tile")
     return tuple(reversed(kept))
 
 

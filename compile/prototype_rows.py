@@ -110,7 +110,8 @@ BASIC = [
     *_basic("TensorMove", same="x y", more="x y: BF16/F64/I16/U16/HIF8/E5M2/E4M3", source=_BOTH),
     *_basic("Reshape Squeeze Unsqueeze Transpose Slice Tile StridedSlice StridedSliceV2 BroadcastTo", same="x y"),
     *_basic("ConcatD", same="x y", more="x y: BOOL", source=_BOTH),
-    *_basic("ConcatV2 Concat Pack", same="x y"),
+    *_basic("ConcatV2", same="x y", more="x y: E4M3", source=_BOTH),
+    *_basic("Concat Pack", same="x y"),
     *_basic("Split", same="x y", more="x y: BOOL", source=_BOTH),
     *_basic("SplitV", same="x y", more="x y: BOOL\nsplit_dim: I64", source=_BOTH),
     *_basic("SplitD SplitVD", same="x y", more="x y: BF16/BOOL", source=_BOTH),
@@ -126,6 +127,8 @@ BASIC = [
     ),
     *_basic("Sort", same="x y1", more="x y1: BF16", source=_BOTH),
     *_basic("Cast", more="x y: HIF8/E5M2/E4M3", source=_BOTH),
+    # Its registration lists neither: torchair makes it of every `view` to another dtype, and of 8-bit floats itself.
+    *_basic("Bitcast", more="x y: BF16/E4M3", source="torchair's helper, and its converters; ge runs it as Reshape"),
     *_basic("Fill Range Shape ZerosLike OnesLike SoftmaxV2 BatchMatMulV2 MatMulV2"),
     *_basic("MatMul BatchMatMul", same="x1 x2 y"),
     *_basic("HcomAllGather", same="x y", more="x y: BF16", source="torchair's helper, and the registration in hccl"),
@@ -223,7 +226,8 @@ FUSED = [
             bias[]: F16/F32/I32
             scale[]: U64/BF16/F32/E8M0
             offset[]: F32
-            antiquant_scale[] antiquant_offset[]: F16/BF16
+            antiquant_scale[]: F16/BF16/E8M0
+            antiquant_offset[]: F16/BF16
             group_list?: I64
             per_token_scale?: F32/E8M0
         """,
@@ -239,6 +243,42 @@ FUSED = [
             tuning_config: ListInt = [0]
         """,
         source="torchair's helper and " + _TRANSFORMER,
+    ),
+    Row(
+        type="DynamicMxQuant",
+        ins="x: F16/BF16/F32",
+        outs="""
+            y: E2M1/E1M2/E4M3/E5M2
+            mxscale: E8M0
+        """,
+        attrs="""
+            axis: Int = -1
+            round_mode: String = "rint"
+            dst_type: Int = 40
+            blocksize: Int = 32
+            scale_alg: Int = 0
+            dst_type_max: Float = 0.0
+            max_low_bound: Float = 0.0
+        """,
+        socs="950",
+        source=_NN,
+    ),
+    Row(
+        type="DynamicBlockQuant",
+        ins="x: F16/BF16/F32",
+        outs=f"""
+            y: I8/{_NARROW}
+            scale: F32
+        """,
+        attrs="""
+            min_scale: Float = 0.0
+            round_mode: String = "rint"
+            dst_type: Int = 35
+            row_block_size: Int = 1
+            col_block_size: Int = 128
+            dst_type_max: Float = 0.0
+        """,
+        source=_NN,
     ),
     Row(
         type="MoeFinalizeRoutingV2",
@@ -390,6 +430,69 @@ FUSED = [
         same="query key value query_rope key_rope attention_out",
         since="9.1 950",
         source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+    ),
+    Row(
+        type="DynamicQuant",
+        ins="x smooth_scales?: F16/BF16; group_index?: I32",
+        outs="y: I8/I4/E5M2/E4M3/HIF8; scale: F32",
+        attrs="dst_type: Int = 2",
+        same="x smooth_scales",
+        source=_NN,
+    ),
+    Row(
+        type="QuantLightningIndexer",
+        ins="""
+            query key: I8/E4M3/HIF8
+            weights: F16/BF16
+            query_dequant_scale key_dequant_scale: F16/F32
+            actual_seq_lengths_query? actual_seq_lengths_key? block_table?: I32
+        """,
+        outs="sparse_indices: I32",
+        attrs=f"""
+            query_quant_mode: Int
+            key_quant_mode: Int
+            layout_query: String = "BSND"
+            layout_key: String = "BSND"
+            sparse_count: Int = 2048
+            sparse_mode: Int = 3
+            pre_tokens: Int = {_INT64_MAX}
+            next_tokens: Int = {_INT64_MAX}
+            key_stride0: Int = -1
+            key_dequant_scale_stride0: Int = -1
+        """,
+        same="query key; query_dequant_scale key_dequant_scale",
+        since="9.1 950",
+        source=_TRANSFORMER + ", and its definition in CANN 8.5, 9.0 and 9.1 (before 9.1 without the two strides); its "
+        "aclnn document of 9.1 names 950 alone, its README and its definition A2 and A3 too",
+    ),
+    Row(
+        type="KvQuantSparseFlashAttention",
+        ins="""
+            query: BF16/F16
+            key value: I8/E4M3/HIF8
+            sparse_indices: I32
+            key_dequant_scale? value_dequant_scale?: F32
+            block_table? actual_seq_lengths_query? actual_seq_lengths_kv?: I32
+        """,
+        outs="attention_out: BF16/F16",
+        attrs=f"""
+            scale_value: Float
+            key_quant_mode: Int
+            value_quant_mode: Int
+            sparse_block_size: Int = 1
+            layout_query: String = "BSND"
+            layout_kv: String = "BSND"
+            sparse_mode: Int = 3
+            pre_tokens: Int = {_INT64_MAX}
+            next_tokens: Int = {_INT64_MAX}
+            attention_mode: Int = 0
+            quant_scale_repo_mode: Int = 1
+            tile_size: Int = 128
+            rope_head_dim: Int = 64
+        """,
+        same="query attention_out; key value",
+        since="9.1 950",
+        source=_TRANSFORMER + ", and its definition in CANN 8.5, 9.0 and 9.1",
     ),
     Row(
         type="SituGlu",

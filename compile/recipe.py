@@ -50,6 +50,23 @@ def _pack(x: Tensor, form: str, part: str) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+TILE_ROWS, TILE_BYTES = 16, 32
+
+
+def tile(x: Tensor) -> Tensor:
+    """Bytes of stacked matrices `[E, N, B]` in tiles of 16 rows by 32 bytes, column of tiles by column: FRACTAL_NZ.
+
+    `[E, B / 32, N / 16, 16, 32]`. Source: the layout (K1, N1, N0, K0) of a transposed weight in the document of
+    aclnnGroupedMatmulWeightNz.
+    """
+    return x.unflatten(2, (-1, TILE_BYTES)).unflatten(1, (-1, TILE_ROWS)).permute(0, 3, 1, 2, 4)
+
+
+def untile(x: Tensor) -> Tensor:
+    """The inverse of `tile`."""
+    return x.permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
+
+
 STEPS: dict[str, Callable[..., Tensor]] = {
     "view": lambda x, *shape: x.reshape(shape),
     "slice": lambda x, dim, start, end: x.narrow(dim, start, end - start),
@@ -58,7 +75,13 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "exp": lambda x: x.exp(),
     "neg": lambda x: -x,
     "pack": _pack,
+    "tile": tile,
 }
+
+
+def form(steps: tuple[Step, ...]) -> str | None:
+    """The format of a packed weight; None where it is plain."""
+    return steps[0].args[0] if steps and steps[0].kind == "pack" else None
 
 
 def apply(steps: Iterable[Step], x: Tensor) -> Tensor:
@@ -76,9 +99,8 @@ def make(steps: tuple[Step, ...], spec: ParamSpec, checkpoint: Checkpoint, dtype
     What is to be packed in the format it is stored in is taken as it is stored, without a loss; other formats are made
     one stored tensor at a time.
     """
-    if steps and steps[0].kind == "pack":
-        form, part = steps[0].args
-        return apply(steps[1:], load_packed(spec, checkpoint, form)[part])
+    if form(steps) is not None:
+        return apply(steps[1:], load_packed(spec, checkpoint, steps[0].args[0])[steps[0].args[1]])
     return apply(steps, load_tree(spec, checkpoint, dtype))
 
 

@@ -5,8 +5,9 @@ slots and pages in scrambled order, rows that end inside a chunk or come later, 
 uses. Twice:
 
 * exact: every float is float64 and float casts do nothing, on both sides. What is left is rounding: <= 1e-12 of scale.
-* native: the graph in its own dtypes, against the exact model; expert choices are taken from the exact run, because a
-  rounding that flips a near tie changes a token's experts and says nothing about the graph.
+* native: the graph in its own dtypes, against the exact model; choices of experts and of keys are taken from the exact
+  run, because a rounding that flips a near tie changes a token's experts and says nothing about the graph. How many of
+  those keys the graph would have chosen itself is counted and shown.
 """
 
 import dataclasses
@@ -19,21 +20,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph import tree
-from kimi_graph.checkpoint import Checkpoint, load_params
-from kimi_graph.config import MlaConfig, ModelConfig
+from kimi_graph import formats, tree
+from kimi_graph.checkpoint import Checkpoint, load_packed, load_params
+from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.read_config import parse_config
+from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
 from .bundle import LOCAL, Bundle, open_bundle, read_json
+from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
-from .ge_proto import ModelDef, shape_of
+from .ge_proto import ModelDef, bytes_of, shape_of
 from .manifest import check_claims
+from .weight_formats import as_read
 
+E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
 Notify = Callable[[str, int, int], None]
 
@@ -68,7 +73,7 @@ class Row:
     Attributes:
         what: "logits" or a kind of state, such as "kda.memory". count: tensors compared.
         error: of the worst tensor. exact: largest |difference| / largest |model|; native: the ratio of their 2-norms.
-        where: tensor and step of the largest.
+        where: tensor and step of the largest. bfloat16: tolerance if the caches had not been rounded to 8 bits.
     """
 
     mode: str
@@ -77,20 +82,40 @@ class Row:
     error: float
     tolerance: float
     where: str
+    bfloat16: float | None = None
 
     @property
     def passed(self) -> bool:
         return self.error <= self.tolerance  # NaN fails
 
 
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Of the keys that a layer selects in the exact run, those that the native graph selects by itself.
+
+    Attributes:
+        where: the layer. queries: those that saw more keys than are selected. worst, mean: share of the keys, 0 to 1.
+        chance: mean share that a selection at random would have.
+    """
+
+    where: str
+    queries: int
+    worst: float
+    mean: float
+    chance: float
+
+
 @dataclass
 class Report:
-    """What verify found. `rows` per mode and kind of tensor."""
+    """What verify found. `rows` per mode and kind of tensor; `overlaps` per layer that selects keys; `notes`: what else
+    was measured, in words."""
 
     rows: list[Row]
     steps: int
     provenance: dict[str, int]
     difference: str = ""
+    overlaps: list[Overlap] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -111,10 +136,20 @@ class Report:
         )
 
     def text(self) -> str:
-        lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}  worst"]
+        beside = any(r.bfloat16 is not None for r in self.rows)
+        title = f"{'bfloat16':>10}" if beside else ""
+        lines = [f"{'mode':<8}{'tensor':<14}{'compared':>9}{'error':>10}{'allowed':>10}{title}  worst"]
         for r in self.rows:
             mark = "" if r.passed else "  DIFFERS"
-            lines.append(f"{r.mode:<8}{r.what:<14}{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}  {r.where}{mark}")
+            plain = ("-" if r.bfloat16 is None else f"{r.bfloat16:.1e}").rjust(10) if beside else ""
+            numbers = f"{r.count:>9}{r.error:>10.1e}{r.tolerance:>10.1e}{plain}"
+            lines.append(f"{r.mode:<8}{r.what:<14}{numbers}  {r.where}{mark}")
+        if self.overlaps:
+            numbers = f"{'queries':>9}{'worst':>10}{'mean':>10}{'by chance':>10}"
+            lines.append(f"{'share of keys':<22}{numbers}  of the exact run's, that the graph selects itself")
+        for o in self.overlaps:
+            lines.append(f"{o.where:<22}{o.queries:>9}{o.worst:>10.3f}{o.mean:>10.3f}{o.chance:>10.3f}")
+        lines += self.notes
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.provenance.items())
         lines.append(f"semantics of the operator types executed: {kinds}")
         if self.difference:
@@ -127,8 +162,10 @@ class Report:
             "passed": self.passed,
             "steps": self.steps,
             "rows": rows,
+            "overlaps": [dataclasses.asdict(o) for o in self.overlaps],
             "provenance": self.provenance,
             "difference": self.difference,
+            "notes": self.notes,
         }
 
 
@@ -140,8 +177,37 @@ def _json_number(x: float) -> float | str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Packed:
+    """Where weights come from that graphs keep packed: a checkpoint, and the model's specs by path."""
+
+    checkpoint: Checkpoint
+    specs: dict[str, ParamSpec]
+
+    def make(self, steps: tuple[recipe.Step, ...], path: str) -> Tensor:
+        """A packed weight, to the byte."""
+        return recipe.make(steps, self.specs[path], self.checkpoint, torch.float64)
+
+    def values(self, form: str, path: str) -> Tensor:
+        """What a parameter is once it was packed, float64."""
+        spec = self.specs[path]
+        return formats.unpack(form, load_packed(spec, self.checkpoint, form), torch.float64).view(spec.shape)
+
+
+def as_kept(plan: dict[str, Any], params: Any, packed: Packed) -> Any:
+    """The model's parameters, float64, as a bundle's graphs keep them: packed ones with the values they have then."""
+    forms = {e["parameter"]: recipe.form(recipe.from_json(e["steps"])) for e in plan["weights"].values()}
+    values = {path: packed.values(form, path) for path, form in forms.items() if form is not None}
+    return tree.map_with_path(lambda path, x: values.get(path, x), params)
+
+
+def graph_weights(
+    plan: dict[str, Any], model: ModelDef, params: dict[str, Tensor], packed: Packed | None = None
+) -> dict[str, Tensor]:
     """The graph's weights by the plan, from parameters by path (float64 parameters stay float64).
+
+    Args:
+        packed: where weights are read from that are packed, to the byte.
 
     Raises:
         BundleError: a weight the plan does not know, or does not make in the size the graph reads.
@@ -153,11 +219,16 @@ def graph_weights(plan: dict[str, Any], model: ModelDef, params: dict[str, Tenso
         entry = plan["weights"].get(op.name)
         if entry is None or entry["parameter"] not in params:
             raise BundleError(f"weight {op.name}: the weight plan or the model does not have it.")
-        made = recipe.apply(recipe.from_json(entry["steps"]), params[entry["parameter"]])
-        shape = shape_of(op.output_desc[0])
-        if made.numel() != math.prod(shape):
-            raise BundleError(f"weight {op.name}: the plan makes {list(made.shape)}, the graph reads {list(shape)}.")
-        weights[op.name] = made.reshape(shape)
+        steps, desc, path = recipe.from_json(entry["steps"]), op.output_desc[0], entry["parameter"]
+        if recipe.form(steps) is None:
+            made, fits = recipe.apply(steps, params[path]), math.prod(shape_of(desc))
+        else:
+            made = packed.make(steps, path) if packed else recipe.apply(steps, params[path])
+            made, fits = made.contiguous().view(torch.uint8), bytes_of(desc)
+        if made.numel() != fits:
+            found, read = list(made.shape), list(shape_of(desc))
+            raise BundleError(f"weight {op.name}: the plan makes {found}, the graph reads {read}.")
+        weights[op.name] = made.reshape(shape_of(desc)) if recipe.form(steps) is None else as_read(desc, made)
     return weights
 
 
@@ -336,8 +407,11 @@ class ModelSide:
 class GraphSide:
     """The bundle's graphs in the executor."""
 
-    def __init__(self, bundle: Bundle, params: Any, mode: str) -> None:
+    def __init__(
+        self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, packed: Packed | None = None
+    ) -> None:
         self.mode, self.dtype = mode, params.embed.dtype
+        self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
@@ -345,13 +419,13 @@ class GraphSide:
             model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
             constants = to_inputs(model, bundle.folder)
             self.graphs[entry["phase"]] = Executor(model)
-            weights = graph_weights(bundle.weights, model, named)
+            weights = graph_weights(bundle.weights, model, named, packed)
             if mode == "native":
                 check_constants(constants, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
             s["name"]: torch.zeros(
-                s["graph_shape"], dtype=torch.float64 if mode == "exact" else recipe.DTYPES[s["dtype"]]
+                s["graph_shape"], dtype=torch.float64 if mode == "exact" else getattr(torch, s["dtype"])
             )
             for s in bundle.manifest["state"]["states"]
         }
@@ -373,8 +447,12 @@ class GraphSide:
 
     def take(self, states: dict[str, Tensor]) -> None:
         """Start from the model's states."""
-        for name, value in states.items():
+        for name, value in kept_states(self.config, self.kv_dtype, states, exact=self.mode == "exact").items():
             self.states[name].copy_(value.view(self.states[name].shape))
+
+    def named_states(self) -> dict[str, Tensor]:
+        """What the states hold, under the model's names; dimensions as the graphs have them."""
+        return model_states(self.config, self.kv_dtype, self.states)
 
 
 def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -406,22 +484,43 @@ def _ratio(difference: Tensor, scale: Tensor) -> float:
     return float(difference / scale) if float(scale) else (math.inf if float(difference) else 0.0)
 
 
-def native_tolerance(config: ModelConfig) -> float:
+def native_tolerance(config: ModelConfig, experts: str = "plain") -> float:
     """How far a graph in the model's own dtype may be from the exact model, relative, in the 2-norm.
 
     Each rounding to a float of `p` bits of mantissa is off by at most 2^-p relative, by half of that in the mean; a
     layer rounds the residual stream through about 16 operators, and independent roundings add up as a square root.
+    Where `experts` are multiplied with rows in E4M3, two roundings to 3 bits are added in every MoE layer.
     """
-    return torch.finfo(config.dtype).eps * math.sqrt(16 * len(config.layers))
+    squares = torch.finfo(config.dtype).eps ** 2 * 16 * len(config.layers)
+    if experts in E4M3_ROWS:
+        squares += (2**-4) ** 2 * 2 * sum(isinstance(layer.ffn, MoeConfig) for layer in config.layers)
+    return math.sqrt(squares)
+
+
+# Rounding of a cache to 8 bits, of its 2-norm, for numbers as normal ones are. int8: 128 of them reach 2.9 deviations,
+# which are 127 steps, and a step rounds by 1 / sqrt(12) of it. float8: half a unit of 3 bits of mantissa is 2^-4 of
+# the power of two, by 1 / sqrt(3) in the mean, and numbers are 1.5 times their power of two, some below the smallest.
+CACHE_ROUNDING = {"bf16": 0.0, "int8": 0.0066, "fp8": 0.026}
+
+
+def cache_tolerance(config: ModelConfig, kv_dtype: str, experts: str = "plain") -> float:
+    """`native_tolerance` of a bundle whose caches have a dtype.
+
+    What attention reads of a cache is off by its rounding, and so is what it adds to the stream; roundings of
+    different layers are independent, and the last one is of the state that is compared.
+    """
+    layers = sum(map(quantised_layer, config.layers))
+    return math.hypot(native_tolerance(config, experts), CACHE_ROUNDING[kv_dtype] * math.sqrt(layers + 1))
 
 
 @dataclass
 class Comparison:
-    """Collects differences of one mode by kind of tensor."""
+    """Collects differences of one mode by kind of tensor. `bfloat16`: see `Row`."""
 
     mode: str
     tolerance: float
     measure: Callable[[Tensor, Tensor], float]
+    bfloat16: float | None = None
     worst: dict[str, Row] = field(default_factory=dict)
 
     def add(self, name: str, where: str, graph: Tensor, model: Tensor) -> None:
@@ -433,8 +532,64 @@ class Comparison:
         count = 1 + (old.count if old else 0)
         if old is None or not (math.isnan(old.error) or error <= old.error):  # NaN is the worst of all, and stays
             where = f"{name}, {where}"
-            old = Row(mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=where)
+            old = Row(
+                mode=self.mode, what=kind, count=count, error=error, tolerance=self.tolerance, where=where,
+                bfloat16=self.bfloat16,
+            )  # fmt: skip
         self.worst[kind] = dataclasses.replace(old, count=count)
+
+
+SELECTORS = ("LightningIndexer", "QuantLightningIndexer")
+
+
+@dataclass
+class Overlaps:
+    """Collects shares of keys by layer, and the shares that a selection at random would have."""
+
+    shares: dict[str, list[float]] = field(default_factory=dict)
+    chances: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, step: Step, graph: Executor, selections: Selections) -> None:
+        """Of a replayed step: queries without a choice (they see no more keys than are selected) do not count."""
+        for name, own in selections.own.items():
+            if graph.nodes[name].type not in SELECTORS:
+                continue
+            own, exact = own[:, :, 0], selections.chosen[name][:, :, 0]
+            place = torch.arange(own.shape[1])
+            seen = (step.batch.lengths - step.batch.counts)[:, None] + place + 1
+            chose = (seen > own.shape[2]) & (place < step.batch.counts[:, None])
+            layer, pairs = name.partition("/")[0], zip(exact[chose], own[chose], strict=True)
+            self.shares.setdefault(layer, []).extend(float(torch.isin(e, o).double().mean()) for e, o in pairs)
+            self.chances.setdefault(layer, []).extend((own.shape[2] / seen[chose]).tolist())
+
+    def rows(self) -> list[Overlap]:
+        """Of layers that had a choice."""
+        return [
+            Overlap(where=x, queries=len(f), worst=min(f), mean=sum(f) / len(f), chance=sum(self.chances[x]) / len(f))
+            for x, f in self.shares.items()
+            if f
+        ]
+
+
+class WeightLoss:
+    """What it costs that a bundle keeps weights in another form: the model with the checkpoint's own weights beside."""
+
+    def __init__(self, config: ModelConfig, bundle: Bundle, stored: Any, kept: Any) -> None:
+        pairs = [(a, b) for a, b in zip(tree.leaves(stored), tree.leaves(kept), strict=True) if not torch.equal(a, b)]
+        self.form: str = bundle.manifest["weights"]["experts"]
+        self.weights = [norm(b, a) for a, b in pairs]
+        self.model = ModelSide(config, bundle.manifest["state"], stored) if pairs else None
+        self.logits: list[float] = []
+
+    def step(self, step: Step, kept: Tensor) -> None:
+        if self.model is not None and step.phase != "vision":
+            self.logits.append(norm(kept[step.used], self.model.step(step)[step.used]))
+
+    def notes(self) -> list[str]:
+        if not self.logits:
+            return []
+        share, worst = sum(self.weights) / len(self.weights), max(self.logits)
+        return [f"experts as {self.form} differ from the checkpoint's by {share:.2%}, logits by at most {worst:.2%}"]
 
 
 def compare(
@@ -447,16 +602,22 @@ def compare(
     notify: Notify,
 ) -> Report:
     """Run the script through the model and through the graphs of every mode, side by side."""
-    params = load_params(checkpoint, config, dtype=torch.float64)
+    stored = load_params(checkpoint, config, dtype=torch.float64)
+    packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
+    params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
     graphs = {
-        "exact": GraphSide(bundle, params, "exact"),
-        "native": GraphSide(bundle, load_params(checkpoint, config), "native"),
+        "exact": GraphSide(bundle, config, params, "exact", packed),
+        "native": GraphSide(bundle, config, load_params(checkpoint, config), "native", packed),
     }
+    kv_dtype, experts = bundle.manifest["state"]["kv_dtype"], bundle.manifest["weights"]["experts"]
+    plain, allowed = (cache_tolerance(config, x, experts) for x in ("bf16", kv_dtype))
+    overlaps = Overlaps()
     comparisons = {
         "exact": Comparison("exact", EXACT_TOLERANCE, largest),
-        "native": Comparison("native", native_tolerance(config), norm),
+        "native": Comparison("native", allowed, norm, None if kv_dtype == "bf16" else plain),
     }
+    loss = WeightLoss(config, bundle, stored, params)
     if "native" not in modes:
         del graphs["native"]
     todo = list(script(bundle, config, steps, seed))
@@ -464,24 +625,28 @@ def compare(
     for index, step in enumerate(todo):
         notify("verify", index, len(todo))
         logits = model.step(step)
+        loss.step(step, logits)
         if step.phase not in phases:  # a bundle without prefill starts from the model's own state
             for side in graphs.values():
                 side.take(model.named_states())
             continue
         chosen = Selections()
         for mode, side in graphs.items():
-            found = side.step(step, chosen if mode == "exact" else chosen.replay())
+            selections = chosen if mode == "exact" else chosen.replay()
+            found = side.step(step, selections)
+            overlaps.add(step, side.graphs[step.phase], selections)
             where = f"step {index} ({step.phase})"
             what = "embeddings" if step.phase == "vision" else "logits"
             comparisons[mode].add(what, where, found[step.used], logits[step.used])
             if step.phase == "vision":
                 continue
+            states = side.named_states()
             for name, value in model.named_states().items():
-                mine = side.states[name].reshape(value.shape)
+                mine = states[name].reshape(value.shape)
                 comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
     types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
-    return Report(rows, len(todo), provenance_counts(types))
+    return Report(rows, len(todo), provenance_counts(types), notes=loss.notes(), overlaps=overlaps.rows())
 
 
 def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .ge_proto import GraphDef, OpDef, TensorDescriptor
+from .ge_proto import GraphDef, OpDef, TensorDescriptor, shape_of
 
 
 class Desc(NamedTuple):
@@ -135,6 +135,6 @@ def _node(op: OpDef) -> Node:
 
 
 def _desc(d: TensorDescriptor) -> Desc:
-    shape = tuple(d.shape.dim) if d.HasField("shape") else None
+    shape = shape_of(d) if d.HasField("shape") else None
     dtype = d.dtype
     return Desc(d.name, dtype, shape, not dtype and "_is_unfed_optional" in d.attr, d.device_type)

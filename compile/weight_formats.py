@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kimi_graph import formats, tree
 from kimi_graph.checkpoint import Checkpoint, load_packed, load_tree
@@ -26,11 +27,14 @@ from kimi_graph.models import model_specs
 from kimi_graph.models.counts import part_of
 from kimi_graph.spec import ParamSpec
 
+from . import recipe
+from .ge_proto import Dtype, TensorDescriptor, is_tiled, shape_of
 from .recipe import Step
 
 NAMES = ("native", "bf16", "int8-g32", "int4")
 SOCS = ("a2", "a3", "950")
-WIRED = ("bf16",)  # what graphs are made with today
+MADE = ("plain", "mxfp4", "fp8", "int4", "int4-g32")  # forms that graphs are made with
+MX_MULTIPLE = 64  # of outputs and inputs, of GroupedMatmul with E2M1 weights
 
 _NO_GROUPS = "GroupedMatmul with 8-bit weights takes a scale per output only, not one per 32 inputs"
 _A16W4 = "GroupedMatmul, bf16 x int4 with a scale per group (A16W4)"
@@ -40,7 +44,7 @@ _KERNELS: dict[str, dict[str, tuple[bool, str]]] = {
     "plain": dict.fromkeys(SOCS, (True, "GroupedMatmul")),
     "mxfp4": {
         **dict.fromkeys(("a2", "a3"), (False, "no FP4 in the hardware")),
-        "950": (True, "GroupedMatmul MX, activations quantised to MXFP8 or MXFP4"),
+        "950": (True, "GroupedMatmul MX-A8W4, activations quantised to MXFP8"),
     },
     "fp8": {
         **dict.fromkeys(("a2", "a3"), (False, "no FP8 in the hardware")),
@@ -74,7 +78,8 @@ class Choice:
 
     Attributes:
         name: of `NAMES`. soc: "a2", "a3" or "950". bytes: of all weights. exact: what becomes of the experts' values.
-        taken: whether a kernel takes it, and `kernel` which, or why there is none.
+        taken: whether a kernel takes it, and `kernel` which, or why there is none. made: whether compile makes graphs
+            for it.
     """
 
     name: str
@@ -83,6 +88,7 @@ class Choice:
     exact: str
     taken: bool
     kernel: str
+    made: bool
 
 
 def choices(config: ModelConfig, specs: Any, stored: Mapping[str, str], socs: Iterable[str] = SOCS) -> list[Choice]:
@@ -91,12 +97,9 @@ def choices(config: ModelConfig, specs: Any, stored: Mapping[str, str], socs: It
     Args:
         specs: of the model. stored: format of the parameters that the checkpoint has quantised, by path.
     """
+    native = native_form(config, specs, stored)
     specs = dict(tree.items(specs))
     experts = [path for path in specs if part_of(path) == "experts"]
-    natives = {stored.get(path, "plain") for path in experts} or {"plain"}
-    if len(natives) > 1:
-        raise CompileError(f"{config.name}: experts are stored in several formats: {', '.join(sorted(natives))}.")
-    (native,) = natives
     rows = []
     for name in NAMES:
         held = form_of(name, native)
@@ -105,13 +108,50 @@ def choices(config: ModelConfig, specs: Any, stored: Mapping[str, str], socs: It
         exact = "as stored" if name == "native" else _KEPT.get((native, name), "not exact")
         for soc in socs:
             taken, kernel = _KERNELS[held][soc]
-            rows.append(Choice(name=name, soc=soc, bytes=size, exact=exact, taken=taken, kernel=kernel))
+            made = usable(held, soc)
+            rows.append(Choice(name=name, soc=soc, bytes=size, exact=exact, taken=taken, kernel=kernel, made=made))
     return rows
 
 
 def form_of(name: str, native: str) -> str:
     """The format of `formats.py` that experts stored as `native` have under `--weights-format name`, or "plain"."""
     return {"native": native, "bf16": "plain", "int4": "int4-g32"}.get(name, name)
+
+
+def kept_form(name: str, native: str, soc: str) -> str:
+    """The form that experts stored as `native` have in graphs under `--weights-format name`: "plain" or of `MADE`.
+
+    Raises:
+        CompileError: no kernel of the chip takes it, or none is called for it yet.
+    """
+    if name not in NAMES:
+        raise CompileError(f"--weights-format {name}: unknown; one of {', '.join(NAMES)}.")
+    form = form_of(name, native)
+    taken, kernel = _KERNELS[form][soc]
+    others = [n for n in NAMES if usable(form_of(n, native), soc)]
+    instead = f"use {' or '.join(others)}."
+    if not taken:
+        raise CompileError(f"--weights-format {name}: experts as {form} on {soc}: {kernel}; {instead}")
+    if form not in MADE:
+        raise CompileError(f"--weights-format {name}: graphs for experts as {form} are not made yet; {instead}")
+    return "int4-g32" if form == "int4" else form
+
+
+def usable(form: str, soc: str) -> bool:
+    """Whether a chip has a kernel for experts in a form, and graphs are made for it."""
+    return form in MADE and _KERNELS[form][soc][0]
+
+
+def native_form(config: ModelConfig, specs: Any, stored: Mapping[str, str]) -> str:
+    """The format the routed experts are stored in, "plain" where they are not quantised.
+
+    Raises:
+        CompileError: there are several.
+    """
+    found = {stored.get(path, "plain") for path, _ in tree.items(specs) if part_of(path) == "experts"} or {"plain"}
+    if len(found) > 1:
+        raise CompileError(f"{config.name}: experts are stored in several formats: {', '.join(sorted(found))}.")
+    return found.pop()
 
 
 def _size(spec: ParamSpec, dtype: torch.dtype, form: str) -> int:
@@ -125,10 +165,11 @@ def table(rows: Iterable[Choice]) -> list[str]:
     """Lines for a reader; chips that are served alike share one."""
     merged: dict[tuple[Any, ...], list[str]] = {}
     for row in rows:
-        merged.setdefault((row.name, row.bytes, row.exact, row.taken, row.kernel), []).append(row.soc)
+        served = "yes" if row.made else "not yet" if row.taken else "NO"
+        merged.setdefault((row.name, row.bytes, row.exact, served, row.kernel), []).append(row.soc)
     return [
-        f"{name:<9}{_amount(size):>9}  {', '.join(socs):<12} {'yes' if taken else 'NO':<4} {exact}. {kernel}"
-        for (name, size, exact, taken, kernel), socs in merged.items()
+        f"{name:<9}{_amount(size):>9}  {', '.join(socs):<12} {served:<8}{exact}. {kernel}"
+        for (name, size, exact, served, kernel), socs in merged.items()
     ]
 
 
@@ -137,36 +178,97 @@ def _amount(size: int) -> str:
     return f"{size / unit:.2f} {name}"
 
 
-# ---- recipes ---------------------------------------------------------------------------------------------------------
+# ---- inputs of a graph -----------------------------------------------------------------------------------------------
 
 
-def expert_weights(form: str, spec: ParamSpec) -> dict[str, tuple[Step, ...]]:
-    """Inputs of GroupedMatmul (transpose_weight true) that hold a stack of experts, and their recipes.
+@dataclass(frozen=True)
+class Packed:
+    """An input of a graph that holds a weight, or its scales.
+
+    Attributes:
+        steps: its recipe. dtype, shape: as the graph reads it. tiled: in tiles (FRACTAL_NZ), see `recipe.tile`.
+    """
+
+    steps: tuple[Step, ...]
+    dtype: Dtype
+    shape: tuple[int, ...]
+    tiled: bool = False
+
+
+def expert_weights(form: str, spec: ParamSpec) -> dict[str, Packed]:
+    """Inputs of GroupedMatmul (transpose_weight true) that hold a stack of experts, by the operator's names for them.
 
     Args:
-        form: "plain", "mxfp4" (950), "int4-g32" or "int8-g32". spec: of the experts, `[E, .., in]`.
+        form: "mxfp4" or "fp8" (950), "int4-g32". spec: of the experts, `[E, .., in]`.
 
     Returns:
-        `weight`: `[E, out, in]`, or packed pairs `[E, out, in / 2]`, low nibble first.
-        `scale` (mxfp4): `[E, out, in / 64, 2]` E8M0, the bytes of the checkpoint.
-        `antiquant_scale` (integers): `[E, in / 32, out]`; there is no offset.
+        mxfp4: `weight` E2M1 `[E, out, in]` in tiles, `antiquant_scale` E8M0 `[E, out, in / 64, 2]`, of the
+            checkpoint's bytes.
+        fp8: `weight` E4M3 `[E, out, in]`, `scale` float32 `[E, out / 128, in / 128]`, as the checkpoint has them.
+        int4-g32: `weight` INT4 `[E, out, in]`, two's complement, `antiquant_scale` bfloat16 `[E, in / 32, out]`; there
+            is no offset.
+
+    Raises:
+        CompileError: sizes that the kernel does not take.
     """
     count, outs, ins = spec.shape[0], math.prod(spec.shape[1:-1]), spec.shape[-1]
-    if form == "plain":
-        return {"weight": (Step("view", (count, outs, ins)),)}
-    first = formats.FORMATS[form].parts[0].name
-    width = ins if form == "int8-g32" else ins // 2
-    weight = (Step("pack", (form, first)), Step("view", (count, outs, width)))
+    whole = (count, outs, ins)
+    if form == "fp8":
+        under, rows = math.prod(spec.shape[1:-2]), spec.stored[0]  # matrices under each other, rows of each
+        if under > 1:
+            _check_size(spec, "outputs", rows, formats.BLOCK, form)
+        blocks = (count, under * -(-rows // formats.BLOCK), -(-ins // formats.BLOCK))
+        return {
+            "weight": Packed((_part(form, 0),), Dtype.FLOAT8_E4M3FN, whole),
+            "scale": Packed((_part(form, 1),), Dtype.FLOAT, blocks),
+        }
     groups = ins // formats.GROUP
-    scale = Step("pack", (form, "weight_scale"))
+    packed = (_part(form, 0), *_view(spec, (count, outs, ins // 2)))
     if form == "mxfp4":
-        if groups % 2:
-            raise CompileError(
-                f"{spec.source[0]}: {ins} inputs; MX kernels read scales in pairs: expected a multiple of 64."
-            )
-        return {"weight": weight, "scale": (scale, Step("view", (count, outs, groups // 2, 2)))}
-    turned = (scale, Step("view", (count, outs, groups)), Step("permute", (0, 2, 1)))
-    return {"weight": weight, "antiquant_scale": turned}
+        _check_size(spec, "outputs", outs, MX_MULTIPLE, form)
+        _check_size(spec, "inputs", ins, MX_MULTIPLE, form)
+        pairs = (count, outs, groups // 2, 2)
+        return {
+            "weight": Packed((*packed, Step("tile")), Dtype.FLOAT4_E2M1, whole, tiled=True),
+            "antiquant_scale": Packed((_part(form, 1),), Dtype.FLOAT8_E8M0, pairs),
+        }
+    scale = (_part(form, 1), *_view(spec, (count, outs, groups)), Step("permute", (0, 2, 1)))
+    return {
+        "weight": Packed(packed, Dtype.INT4, whole),
+        "antiquant_scale": Packed(scale, Dtype.BF16, (count, groups, outs)),
+    }
+
+
+def _view(spec: ParamSpec, shape: tuple[int, ...]) -> tuple[Step, ...]:
+    """Matrices of an expert that lie under each other as one, where there are several."""
+    return (Step("view", shape),) if len(spec.shape) > 3 else ()
+
+
+def _part(form: str, index: int) -> Step:
+    return Step("pack", (form, formats.FORMATS[form].parts[index].name))
+
+
+def _check_size(spec: ParamSpec, what: str, size: int, multiple: int, form: str) -> None:
+    if size % multiple:
+        nearest = max(multiple, round(size / multiple) * multiple)
+        raise CompileError(
+            f"{spec.source[0]}: {size} {what}; the kernel for {form} takes multiples of {multiple}, such as {nearest}."
+        )
+
+
+def as_read(desc: TensorDescriptor, raw: Tensor) -> Tensor:
+    """What a graph reads in the bytes of an input described by `desc`: a tensor of the described shape.
+
+    Four-bit numbers become a tensor of the dtype that holds them (`Dtype.held`).
+    """
+    dtype, shape = Dtype.of_proto(desc.dtype), shape_of(desc)
+    if is_tiled(desc):
+        raw = recipe.untile(raw)
+    if dtype is Dtype.INT4:
+        return formats.int4_numbers(raw).view(shape)
+    if dtype is Dtype.FLOAT4_E2M1:
+        return formats.e2m1_numbers(raw).view(shape)
+    return raw.contiguous().view(dtype.torch_dtype).view(shape)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -70,6 +70,18 @@ class Audit:
         lines = [f"{self.folder}: {counted(f'tensors {kind}', found)}" for kind, found in kinds if found]
         return "\n".join(lines) or f"{self.folder}: every tensor is as the model needs it."
 
+    def stored_formats(self) -> dict[str, str]:
+        """Format of the parameters that are stored quantised, by path.
+
+        Raises:
+            CheckpointError: tensors of one parameter are stored in several ways.
+        """
+        packed = {path: tally.schemes for path, tally in self.tallies.items() if tally.schemes.keys() & FORMATS.keys()}
+        for path, schemes in packed.items():
+            if len(schemes) > 1:
+                raise CheckpointError(f"{path}: its tensors are stored in several ways: {', '.join(schemes)}.")
+        return {path: next(iter(schemes)) for path, schemes in packed.items()}
+
     def check(self) -> None:
         """Raises:
         CheckpointError: the checkpoint differs.

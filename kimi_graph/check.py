@@ -12,8 +12,7 @@ from .checkpoint import Checkpoint, read_description
 from .compile import weight_formats
 from .compile.weight_formats import Choice, Loss
 from .config import ModelConfig
-from .errors import CheckpointError, KimiGraphError
-from .formats import FORMATS
+from .errors import CheckpointError
 from .headers import MAX_INDEX, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
 from .models import model_specs
 from .models.counts import part_of
@@ -83,21 +82,21 @@ class Report:
             lines += ["", f"{self.audit.draft} tensors of draft layers are not read."]
         lines += [f"note: {note}" for note in self.notes]
         if self.choices:
-            lines += ["", "weights (--weights-format; bytes, chip, whether a kernel takes the experts so):"]
-            lines += [f"    {line}" for line in [*weight_formats.table(self.choices), *self._how_far()]]
+            lines += [
+                "",
+                "weights (--weights-format; bytes, chip, whether graphs can have it, what becomes of the experts):",
+            ]
+            lines += [f"    {line}" for line in [*weight_formats.table(self.choices), *self._loss()]]
         lines += [f"fault: {fault}" for fault in self.faults]
         if not self.audit.ok:
             lines += ["", str(self.audit)]
         return "\n".join(lines)
 
-    def _how_far(self) -> list[str]:
-        """What is not done yet, and what was measured."""
-        wired, others = weight_formats.WIRED, [c for c in self.names if c not in weight_formats.WIRED]
-        lines = [f"compile makes graphs for {', '.join(wired)}, not yet for {', '.join(others)}"] if others else []
-        if (loss := self.loss) is not None:
-            changes = f"{loss.mean:.2%} of their root mean square, at most {loss.worst:.2%}"
-            lines.append(f"{self.names[0]} changes weights by {changes} (of {loss.matrices} matrices of experts)")
-        return lines
+    def _loss(self) -> list[str]:
+        if (loss := self.loss) is None:
+            return []
+        changes = f"{loss.mean:.2%} of their root mean square, at most {loss.worst:.2%}"
+        return [f"{self.names[0]} changes weights by {changes} (of {loss.matrices} matrices of experts)"]
 
     def to_json(self) -> Any:
         a = self.audit
@@ -115,7 +114,7 @@ class Report:
             "disagreements": a.disagreements,
             "faults": self.faults,
             "notes": self.notes,
-            "weights_formats": [{**vars(c), "compiled": c.name in weight_formats.WIRED} for c in self.choices],
+            "weights_formats": [vars(c) for c in self.choices],
             "loss": None if self.loss is None else vars(self.loss),
         }
 
@@ -143,7 +142,7 @@ def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: st
     names = (weights_format,) if weights_format else weight_formats.NAMES
     rows, loss = (), None
     if found.ok:
-        stored = _stored_formats(found)
+        stored = found.stored_formats()
         rows = tuple(c for c in weight_formats.choices(config, specs, stored) if c.name in names)
         if weights_format and files[0] and not faults:
             loss = weight_formats.measure_loss(config, Checkpoint.open(folder), weights_format)
@@ -228,15 +227,3 @@ def _total(components: tuple[Component, ...]) -> Component:
 def _schemes(c: Component) -> str:
     names = {"?": "plain"}
     return ", ".join(f"{names.get(s, s)} {count:,}" for s, count in sorted(c.schemes.items())) or "-"
-
-
-def _stored_formats(found: Audit) -> dict[str, str]:
-    """Format of the parameters that are stored quantised, by path."""
-    formats = {}
-    for path, tally in found.tallies.items():
-        packed = [s for s in tally.schemes if s in FORMATS]
-        if packed:
-            if len(tally.schemes) > 1:
-                raise KimiGraphError(f"{path}: its tensors are stored in several ways: {', '.join(tally.schemes)}.")
-            formats[path] = packed[0]
-    return formats

@@ -33,6 +33,7 @@ CANN_VERSIONS, CANN_DEFAULT = "8.5, 9.1, 9.2", "9.2"
 PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
+KV_DTYPES = ("bf16", "int8", "fp8")
 WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
@@ -320,6 +321,22 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
+    weights_format: Annotated[
+        str,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
+        ),
+    ] = "bf16",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KV_DTYPES),
+            callback=_one_of(KV_DTYPES, "dtype of caches"),
+            help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
+        ),
+    ] = "bf16",
     torch_npu_wheel: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
@@ -359,6 +376,8 @@ def compile(  # noqa: A001 (the command's name)
             pages=pages,
             patches=patches,
             weights=weights,
+            weights_format=weights_format,
+            kv_dtype=kv_dtype,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,

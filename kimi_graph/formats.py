@@ -148,6 +148,16 @@ def _nibbles(packed: Tensor, dtype: torch.dtype, table: tuple[float, ...]) -> Te
     return pairs.index_select(0, packed.reshape(-1).int()).view(*packed.shape[:-1], -1)
 
 
+def int4_numbers(packed: Tensor) -> Tensor:
+    """Bytes `[..., n]` of two's complement nibbles, low first, as int8 `[..., 2 n]`."""
+    return _nibbles(packed, torch.int8, _SIGNED)
+
+
+def e2m1_numbers(packed: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Bytes `[..., n]` of E2M1 numbers, low nibble first, as `[..., 2 n]` of a float dtype, exactly."""
+    return _nibbles(packed, dtype, _FP4)
+
+
 def _join(codes: Tensor) -> Tensor:
     """Numbers below 16 `[..., 2 n]` as bytes `[..., n]`, the first of two in the low bits."""
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)

@@ -10,6 +10,12 @@ from .kda_gate import kda_gate
 from .kda_step import kda_step
 from .moe import grouped_matmul, moe_combine, moe_dispatch, moe_route, swiglu
 from .norm import gated_rms_norm, l2_norm, layer_norm, rms_norm
+from .quantised_cache import (
+    quantised_cache_write,
+    quantised_index_write,
+    quantised_select_keys,
+    quantised_sparse_attention,
+)
 from .residual_mix import residual_mix
 from .rope import rope
 from .short_conv import short_conv
@@ -41,6 +47,10 @@ __all__ = [
     "moe_dispatch",
     "moe_route",
     "operator",
+    "quantised_cache_write",
+    "quantised_index_write",
+    "quantised_select_keys",
+    "quantised_sparse_attention",
     "residual_mix",
     "rms_norm",
     "rope",

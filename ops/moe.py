@@ -57,7 +57,7 @@ def _(ge, scores, bias, top_k, scale, groups=1, kept_groups=1):
     reason = "sigmoid, choice by the biased score and normalisation" + (", best groups first" if groups > 1 else "")
     ge.chose("routing", "MoeGatingTopK", reason)
     weights, chosen, _ = ge.MoeGatingTopK(
-        scores, bias, None, None, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
+        scores, bias, k=top_k, k_group=kept_groups, group_count=groups, group_select_mode=int(groups > 1),
         renorm=0, norm_type=1, out_flag=False, routed_scaling_factor=scale, eps=1e-20,
     )  # fmt: skip
     return weights, chosen
@@ -174,12 +174,42 @@ def _(x, weight, group_sizes):
 @grouped_matmul.lowering
 def _(ge, x, weight, group_sizes):
     # one row tensor, one stacked weight, cut along rows (group_type 0) by counts (group_list_type 1)
-    ge.chose("products of experts", "GroupedMatmul", "one stacked weight; a list of weights ends at 128 experts")
+    form, packed = ge.weights.form, ge.packed(weight)
+    kept, quantised = _KEPT_AS[form if packed else "plain"]
+    ge.chose("products of experts", "GroupedMatmul", f"one stacked weight; a list of weights ends at 128 experts{kept}")
+    x, x_scale = (x, None) if quantised is None else quantised(ge, x)
+    scale, antiquant_scale = ([packed[k]] if k in packed else [] for k in ("scale", "antiquant_scale"))
     (y,) = ge.GroupedMatmul(
-        [x], [weight], [], [], [], [], [], group_sizes, None, split_item=2, dtype=0, transpose_weight=True,
-        transpose_x=False, group_type=0, group_list_type=1, act_type=0,
+        [x], [packed.get("weight", weight)], [], scale, [], antiquant_scale, [], group_sizes, x_scale, split_item=2,
+        dtype=0 if x_scale is None else _RESULT[ge.result.dtype], transpose_weight=True, transpose_x=False,
+        group_type=0, group_list_type=1, act_type=0,
     )  # fmt: skip
     return y
+
+
+_RESULT = {torch.float16: 0, torch.bfloat16: 1}  # of GroupedMatmul's `dtype`, which acts where x is quantised
+_E4M3 = 36  # in GE's dtype enum
+
+
+def _mx_rows(ge, x):
+    """Rows in E4M3 with a power of two for every 32 channels."""
+    attrs = {"axis": -1, "round_mode": "rint", "dst_type": _E4M3, "blocksize": 32, "scale_alg": 0}
+    return ge.own("DynamicMxQuant", {"x": x}, ["y", "mxscale"], attrs)
+
+
+def _block_rows(ge, x):
+    """Rows in E4M3 with a float32 scale for every 128 channels."""
+    attrs = {"min_scale": 0.0, "round_mode": "rint", "dst_type": _E4M3, "row_block_size": 1, "col_block_size": 128}
+    return ge.own("DynamicBlockQuant", {"x": x}, ["y", "scale"], attrs)
+
+
+# How experts in a form are multiplied: in words, and what is done to the rows before.
+_KEPT_AS = {
+    "plain": ("", None),
+    "int4-g32": ("; weights stay INT4, rows are not quantised", None),
+    "mxfp4": ("; weights stay E2M1, rows are quantised to MXFP8", _mx_rows),
+    "fp8": ("; weights stay E4M3, rows are quantised to E4M3 by 128 channels", _block_rows),
+}
 
 
 @operator(sharding="m d, m, n k -> n d", whole="mnk")

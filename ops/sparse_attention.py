@@ -134,7 +134,7 @@ def _(q, weights, pool, block_table, lengths, counts, top_k):
 def _(ge, q, weights, pool, block_table, lengths, counts, top_k):
     rows, tokens, heads, _ = ge.shape(q)
     pages, page, width = ge.shape(pool)
-    wanted = _index_heads(ge, heads)
+    wanted = index_heads(ge, heads)
     narrow = ge.soc == "950" or not ge.has("9.1")
     if narrow:
         weights = ge.cast(weights, ge.dtype(q))
@@ -156,7 +156,7 @@ def _(ge, q, weights, pool, block_table, lengths, counts, top_k):
     return ge.reshape(ge.mark(selected, (rows, tokens, 1, top_k), torch.int32), [rows, tokens, top_k])
 
 
-def _index_heads(ge, heads):
+def index_heads(ge, heads):
     """The nearest number of index heads the operator takes, not below `heads`; `heads` where it takes no more."""
     if ge.soc == "950":
         legal = INDEX_HEADS_950

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_graph import cli
-from kimi_graph.compile import targets
+from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
 COMMANDS = ["shard", "compile", "inspect", "fixture", "check", "verify"]
@@ -162,6 +162,16 @@ def test_a_fixture_ends_with_its_size(run):
 def test_help_names_the_targets_and_releases_there_are():
     assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
     assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
+    assert cli.KV_DTYPES == caches.KV_DTYPES
+
+
+def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_line(run):
+    arguments = ["compile", "kimi-k3.1-pro", "--target", "a3", "--dry-run"]
+    result, called = run([*arguments, "--kv-dtype", "int8"])
+    assert called["compile_model"][1]["kv_dtype"] == "int8"
+    result, called = run([*arguments, "--kv-dtype", "int4"])
+    assert (result.exit_code, called) == (2, {})
+    assert "unknown dtype of caches 'int4'; one of bf16, int8, fp8." in " ".join(result.stderr.split())
 
 
 def test_an_unknown_target_is_answered_before_anything_is_imported(run):
@@ -242,7 +252,8 @@ def test_a_command_line_that_is_not_understood_is_exit_code_2_with_a_hint(run, a
 # The rest needs a real process. The command is a stand-in that prints or sleeps.
 
 PROGRAM = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started in the background
 sys.modules["kimi_graph.compile.inspect"] = fake = types.ModuleType("fake")
 class Found:
     summary = "done"

@@ -119,6 +119,7 @@ def test_a_very_long_picture_keeps_to_the_side_limit(c):
 
 
 def test_scaling_is_within_two_of_255_of_an_antialiased_bicubic_and_far_from_a_plain_one():
+    """Public case V4."""
     source = noise(1024, 1024, low=64, high=192)  # so that nothing overshoots and is cut off between the two passes
     got = pixels(K3, prepare_image(K3, source, patch_limit=34 * 34))
     assert got.shape == (1, 476, 476, 3)

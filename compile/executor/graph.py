@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_graph.compile.ge_proto import GraphDef, ModelDef, OpDef, control_edges, data_edges, is_known, split_edge
+from kimi_graph.compile.ge_proto import (
+    GraphDef,
+    ModelDef,
+    OpDef,
+    control_edges,
+    data_edges,
+    is_known,
+    shape_of,
+    split_edge,
+)
 from kimi_graph.errors import KimiGraphError
 
 from . import semantics as _semantics  # noqa: F401  registers every operator type
@@ -83,8 +92,8 @@ def check_descriptions(model: ModelDef, error: type[KimiGraphError]) -> None:
         for desc, other in zip(op.input_desc, made, strict=False):
             if other is None or not is_known(desc) or not is_known(other):
                 continue
-            if (desc.dtype, desc.shape.dim) != (other.dtype, other.shape.dim):
-                found, read = (f"dtype {d.dtype} {list(d.shape.dim)}" for d in (desc, other))
+            if (desc.dtype, shape_of(desc)) != (other.dtype, shape_of(other)):
+                found, read = (f"dtype {d.dtype} {list(shape_of(d))}" for d in (desc, other))
                 where = f"{op.name} ({op.type}): input {desc.name!r}"
                 raise error(f"{where} is described as {found}, what it reads as {read}")
 

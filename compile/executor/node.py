@@ -57,10 +57,14 @@ class Selections:
     """Data-dependent choices (experts, top-k) by node name: recorded in one run, replayed in another.
 
     Two runs that differ only in rounding may choose differently, and then nothing after that is comparable.
+
+    Attributes:
+        own: what a replaying run would have chosen itself.
     """
 
     chosen: dict[str, Tensor] = field(default_factory=dict)
     replaying: bool = False
+    own: dict[str, Tensor] = field(default_factory=dict)
 
     def replay(self) -> "Selections":
         """The same choices, to be used instead of computed ones."""
@@ -165,7 +169,7 @@ class Op:
         """Inputs must have one of the dtypes; where floats are exact, float64 stands for any float."""
         for name, tensor in tensors.items():
             exact = self.exact and tensor is not None and tensor.dtype == torch.float64
-            floats = any(d.is_floating_point for d in dtypes)
+            floats = any(map(holds_floats, dtypes))
             if tensor is not None and tensor.dtype not in dtypes and not (exact and floats):
                 self.fail(f"input {name!r} is {tensor.dtype}, supported is {' or '.join(map(str, dtypes))}")
 
@@ -190,6 +194,7 @@ class Op:
         recorded = self._selections.chosen.get(self.node.name)
         if recorded is None or recorded.shape != computed.shape:
             self.fail("no choice of this shape was recorded for this node")
+        self._selections.own[self.node.name] = computed
         return recorded.to(computed.dtype)
 
     def fail(self, what: str) -> NoReturn:
@@ -242,12 +247,20 @@ def _shape(given: Tensor | list[Tensor]) -> str:
     return str([list(t.shape) for t in given]) if isinstance(given, list) else str(list(given.shape))
 
 
+def holds_floats(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype holds numbers that were rounded to it, so that an exact run has it in float64.
+
+    int8 does: GE has it for quantised numbers and bytes of floats; what is counted or indexed has 32 bits or more.
+    """
+    return dtype.is_floating_point or dtype == torch.int8
+
+
 def disagreement(desc: TensorDescriptor, value: Tensor, *, exact: bool) -> str | None:
     """How a tensor differs from its description, or None: shape, and dtype (only its class where floats are exact)."""
     if not is_known(desc):
         return None
     shape, dtype = shape_of(desc), dtype_of(desc)
-    alike = dtype == value.dtype or (exact and dtype.is_floating_point and value.dtype == torch.float64)
+    alike = dtype == value.dtype or (exact and holds_floats(dtype) and value.dtype == torch.float64)
     if shape == tuple(value.shape) and alike:
         return None
     return f"is {_text(value.shape, value.dtype)}, described as {_text(shape, dtype)}"

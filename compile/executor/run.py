@@ -30,7 +30,8 @@ class Executor:
     """A GE graph that runs on the CPU.
 
     Modes:
-        exact: every floating tensor is float64 whatever its description says, casts between floats do nothing.
+        exact: every floating tensor is float64 whatever its description says, casts between floats do nothing. So is a
+            tensor of int8 that holds floats (`holds_floats`): quantisation divides and does not round.
         native: dtypes as described. Products, sums and element functions of half floats are computed in float32 and
             rounded once at the operator's output, as the hardware does; each output is checked against its description.
 

@@ -48,17 +48,27 @@ def family_bundle(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """`family_bundle(name, chip)`: the bundle of a preset's fixture for a chip, made when first asked for. Read only.
 
     2 rows, chunks of 16, 96 tokens in pages of 16: more than the fixtures' top-k of 64, so that keys are selected.
+    Other options are compile's; with a `weights_format` the fixture is quantised as its model is released.
     """
 
     @functools.cache
-    def checkpoint(name: str) -> Path:
-        return make_fixture(load_config(name), tmp_path_factory.mktemp("family") / name).folder
+    def checkpoint(name: str, quantised: bool) -> Path:
+        folder = tmp_path_factory.mktemp("family") / name
+        return make_fixture(load_config(name), folder, quantised=quantised).folder
 
     @functools.cache
-    def made(name: str, chip: str = "a3") -> Path:
-        folder, source = tmp_path_factory.mktemp("bundles") / name, checkpoint(name)
+    def made(name: str, chip: str = "a3", **options: Any) -> Path:
+        folder = tmp_path_factory.mktemp("bundles") / name
+        source = checkpoint(name, quantised="weights_format" in options and load_config(name).quant is not None)
         config = load_config(source)
-        sizes = {"batch": 2, "chunk": 16, "max_len": 96, "page": 16, "patches": 16 if config.vision else None}
+        sizes = {
+            "batch": 2,
+            "chunk": 16,
+            "max_len": 96,
+            "page": 16,
+            "patches": 16 if config.vision else None,
+            **options,
+        }
         compile_model(config, target=target(chip), out=folder, checkpoint=source, **sizes)
         return folder
 

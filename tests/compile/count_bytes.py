@@ -6,22 +6,29 @@ again, from the operators' documentation. `kimi-graph inspect --cost` is compare
 
 from math import prod
 
-WIDTH = {1: 4, 2: 2, 3: 1, 4: 1, 5: 2, 7: 4, 8: 8, 9: 4, 11: 1, 12: 8, 27: 2}  # bytes by number of the protobuf enum
-FREE = {"Data", "RefData", "Const", "FileConstant", "NetOutput", "Reshape", "Squeeze", "Unsqueeze", "ExpandDims"}
+# Bits by number of the protobuf enum; the last line are INT4, E4M3, E8M0 and E2M1.
+BITS = {
+    1: 32, 2: 16, 3: 8, 4: 8, 5: 16, 7: 32, 8: 64, 9: 32, 11: 8, 12: 64, 27: 16,
+    28: 4, 35: 8, 36: 8, 39: 4,
+}  # fmt: skip
+FREE = {
+    "Data", "RefData", "Const", "FileConstant", "NetOutput", "Reshape", "Squeeze", "Unsqueeze", "ExpandDims", "Bitcast",
+}  # fmt: skip
 CUTS = {"GatherV2", "GatherElements", "StridedSliceV2", "StridedSlice", "Slice"}
 SLOTTED = {
     "ShortConv": ("window", "slots"),
     "KdaChunk": ("memory", "slots"),
     "RecurrentGatedDeltaRule": ("state", "ssm_state_indices"),
 }
-ATTENTION = {"FusedInferAttentionScore", "LightningIndexer", "SparseFlashAttention"}
-KEYS = {"key", "value", "key_rope", "key0", "value0"}
+SPARSE = {"SparseFlashAttention", "KvQuantSparseFlashAttention"}
+ATTENTION = {"FusedInferAttentionScore", "LightningIndexer", "QuantLightningIndexer", *SPARSE}
+KEYS = {"key", "value", "key_rope", "key0", "value0", "key_dequant_scale"}
 
 
 class Tensor:
     def __init__(self, desc, source):
         self.shape, self.source = tuple(desc.shape.dim), source
-        self.bytes = prod(self.shape) * WIDTH[desc.dtype] if desc.dtype else 0
+        self.bytes = prod(self.shape) * BITS[desc.dtype] // 8 if desc.dtype else 0
 
     def rows(self, count, dims=1):
         """Bytes of `count` of what the first `dims` dimensions number."""
@@ -91,8 +98,9 @@ class Counted:
             state, index = SLOTTED[kind]
             read[state] = written[state] = given[state].rows(prod(given[index].shape))
         elif kind == "GroupedMatmul":
-            stack = given["weight0"]
-            read["weight0"] = stack.rows(min(stack.shape[0], given["x0"].shape[0]))
+            for name in {"weight0", "scale0", "antiquant_scale0"} & given.keys():
+                stack = given[name]
+                read[name] = stack.rows(min(stack.shape[0], given["x0"].shape[0]))
         elif kind in ATTENTION and "block_table" in given:
             table, chosen = prod(given["block_table"].shape), given.get("sparse_indices")
             for name in KEYS & given.keys():
@@ -109,7 +117,7 @@ class Counted:
         row = state.bytes // prod(state.shape) * state.shape[-1]
         new = self.ops["batch.slot_mapping"].output_desc[0].shape.dim[0]
         held = prod(self.ops["batch.block_table"].output_desc[0].shape.dim) * page
-        sparse = [op for op in self.ops.values() if op.type == "SparseFlashAttention"]
+        sparse = [op for op in self.ops.values() if op.type in SPARSE]
         if sparse and leaf in ("latent", "rope"):
             held = min(held, prod(self.ports(sparse[0], "input")["sparse_indices"].shape))
         return row * held, row * new

@@ -542,7 +542,8 @@ def contract(rng: random.Random, parts: Parts) -> str | None:
         return f"manifest.json: state.{key} is {state[key]}"
     key = "dtype" if how == "dtype" else rng.choice(("shape", "graph_shape"))
     if key == "dtype":
-        states[a][key] = {"float32": "bfloat16", "bfloat16": "float32"}[states[a][key]]
+        narrower = {"float32": "bfloat16", "int8": "float8_e4m3fn"}
+        states[a][key] = narrower.get(states[a][key], "float32")
     else:
         old = list(states[a][key])
         rng.shuffle(states[a][key])

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from kimi_graph.compile.targets import target
 from kimi_graph.errors import CompileError
 
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+F16, I8, E4M3, E8M0 = torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e8m0fnu
 
 HELPERS = '''
 def Add(x1, x2):
@@ -51,6 +53,15 @@ def ConcatD(x, concat_dim):
     .OUTPUT(y, TensorType({DT_BF16, DT_FLOAT}))\\n
     .REQUIRED_ATTR(concat_dim, Int)\\n
     .ATTR(N, Int, 1)\\n
+    """
+
+
+def Bitcast(x, type):
+    """REG_OP(Bitcast)\\n
+    .INPUT(x, TensorType({DT_FLOAT, DT_FLOAT16, DT_INT8}))\\n
+    .OUTPUT(y, TensorType({DT_FLOAT, DT_FLOAT16, DT_INT8}))\\n
+    .REQUIRED_ATTR(type, Type)\\n
+    .ATTR(keep_dim, Bool, false)\\n
     """
 
 
@@ -557,6 +568,69 @@ def test_attributes_of_expert_operators_have_legal_values(helpers, node, attr, v
         check(g, helpers)
 
 
+def packed_graph(form: str, groups: int = 3, n: int = 128, k: int = 256, **change: Any) -> Builder:
+    """A grouped product of packed weights; `change`: the shape of a scale, or None where it is left out."""
+    g, rows = Builder(), 4
+    kinds = {"int4": (BF16, Dtype.INT4), "mx": (E4M3, Dtype.FLOAT4_E2M1), "blocks": (E4M3, Dtype.FLOAT8_E4M3FN)}
+    blocks = [-(-k // 128)]
+    scales = {
+        "int4": {"antiquant_scale0": ([groups, k // 32, n], BF16)},
+        "mx": {"antiquant_scale0": ([groups, n, k // 64, 2], E8M0), "per_token_scale": ([rows, k // 64, 2], E8M0)},
+        "blocks": {"scale0": ([groups, -(-n // 128), *blocks], F32), "per_token_scale": ([rows, *blocks], F32)},
+    }[form]
+    inputs = {"x0": g.data("x", [rows, k], kinds[form][0]), "weight0": g.weight("w", [groups, n, k], kinds[form][1])}
+    order = ("scale0", "antiquant_scale0", "group_list", "per_token_scale")
+    scales["group_list"] = ([groups], I64)
+    for name in order:
+        shape, dtype = scales.get(name, (None, F32))
+        shape = change.get(name, shape)
+        if shape is not None:
+            inputs[name] = g.data(name, shape, dtype)
+        elif name == "per_token_scale":
+            inputs[name] = None
+    attrs = {"split_item": 2, "group_type": 0, "group_list_type": 1, "transpose_weight": change.get("transposed", True)}
+    return g.done(g.add("up", "GroupedMatmul", inputs, {"y0": ([rows, n], BF16)}, dtype=int(form != "int4"), **attrs))
+
+
+@pytest.mark.parametrize("form, chip", [("int4", "a3"), ("int4", "950dt"), ("mx", "950dt"), ("blocks", "950dt")])
+def test_grouped_products_of_packed_weights_pass(helpers, form, chip):
+    check(packed_graph(form), helpers, chip)
+
+
+@pytest.mark.parametrize(
+    "form, change, message",
+    [
+        ("mx", {"k": 96, "n": 96}, r"n is 96; expected a multiple of 64"),
+        ("mx", {"antiquant_scale0": [3, 4, 128, 2]}, r"antiquant_scale is \[3, 4, 128, 2\]; expected \[3, 128, 4, 2\]"),
+        ("mx", {"per_token_scale": [4, 8, 1]}, r"per_token_scale is \[4, 8, 1\]; expected \[4, 4, 2\]"),
+        (
+            "mx",
+            {"per_token_scale": None},
+            r"times FLOAT4_E2M1 with antiquant_scale; expected antiquant_scale, per",
+        ),
+        ("int4", {"antiquant_scale0": None}, r"BF16 times INT4 with no scale; expected antiquant_scale"),
+        ("int4", {"antiquant_scale0": [3, 128, 8]}, r"antiquant_scale is \[3, 128, 8\]; expected \[3, 128, 128\]"),
+        (
+            "int4",
+            {"antiquant_scale0": [3, 7, 128]},
+            r"antiquant_scale \[3, 7, 128\]; expected \[groups, a divisor of",
+        ),
+        ("int4", {"antiquant_scale0": [3, 16, 128]}, r"the number of weights to a scale is 16; expected one of 32, 64"),
+        ("blocks", {"scale0": [3, 2, 1]}, r"scale is \[3, 2, 1\]; expected \[3, 1, 2\]"),
+        ("blocks", {"transposed": False}, r"weights that are not transposed; expected transpose_weight|sums over"),
+    ],
+)
+def test_scales_of_packed_weights_are_those_of_their_scenario(helpers, form, change, message):
+    with pytest.raises(CompileError, match=message):
+        check(packed_graph(form, **change), helpers, "950dt")
+
+
+@pytest.mark.parametrize("form", ["mx", "blocks"])
+def test_short_floats_are_refused_where_the_hardware_has_none(helpers, form):
+    with pytest.raises(CompileError, match="E4M3"):
+        check(packed_graph(form), helpers, "a3")
+
+
 def recurrent(
     tokens: int = 2, nk: int = 4, nv: int = 4, dk: int = 16, slots: int = 3, rows: int = 2, state=BF16
 ) -> Builder:
@@ -697,6 +771,97 @@ def test_a_chip_takes_the_heads_and_dtypes_that_another_refuses(helpers):
     check(sparse(heads=3, index_heads=24), helpers, "950dt")
     check(sparse(index_heads=5, weights=F32, count=4096), helpers, "a3")
     check(sparse(), helpers, "a3", "8.5")
+
+
+def sparse_in_8_bits(
+    dtype=I8,
+    weights=F16,
+    scales=F16,
+    heads: int = 4,
+    index_heads: int = 64,
+    row: int = 656,
+    count: int = 8,
+    key_scale: tuple[int, ...] = (5, 128, 1),
+    **attrs,
+) -> Builder:
+    """Selection of 8-bit keys and attention to 8-bit rows."""
+    g = Builder()
+    table, n, m = g.data("table", [2, 2], I32), g.data("n", [2], I32), g.data("m", [2], I32)
+    inputs = {"query": g.data("q", [2, 3, index_heads, 128], dtype), "key": g.data("key", [5, 128, 1, 128], dtype)}
+    inputs |= {"weights": g.data("w", [2, 3, index_heads], weights)}
+    inputs |= {"query_dequant_scale": g.data("qs", [2, 3, index_heads], scales)}
+    inputs |= {"key_dequant_scale": g.data("ks", list(key_scale), scales), "actual_seq_lengths_query": n}
+    inputs |= {"actual_seq_lengths_key": m, "block_table": table}
+    window = {"sparse_mode": 3, "pre_tokens": LONG, "next_tokens": LONG}
+    g.add("select", "QuantLightningIndexer", inputs, {"sparse_indices": ([2, 3, 1, count], I32)}, query_quant_mode=0,
+          key_quant_mode=0, layout_query="BSND", layout_key="PA_BSND", sparse_count=count, **window)  # fmt: skip
+    pool = g.data("pool", [5, 128, 1, row], dtype)
+    inputs = {"query": g.data("ql", [2, 3, heads, 576]), "key": pool, "value": pool, "sparse_indices": "select:0"}
+    inputs |= {"block_table": table, "actual_seq_lengths_query": n, "actual_seq_lengths_kv": m}
+    modes = {"key_quant_mode": 2, "value_quant_mode": 2, "attention_mode": 2, "sparse_block_size": 1}
+    g.add("attend", "KvQuantSparseFlashAttention", inputs, {"attention_out": ([2, 3, heads, 512], BF16)},
+          scale_value=0.1, layout_query="BSND", layout_kv="PA_BSND", **(window | modes | attrs))  # fmt: skip
+    return g.done("attend:0")
+
+
+@pytest.mark.parametrize(
+    "place, change, message",
+    [
+        ("a3 9.1", {"heads": 3}, "the number of heads is 3; expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("a3 9.1", {"heads": 48}, "the number of heads is 48; expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
+        ("950dt 9.1", {"heads": 96}, "the number of heads is 96; expected one of 1, 2, 4, 8, 16, 32, 64, 128, 48"),
+        ("a3 9.1", {"key_quant_mode": 1}, "key_quant_mode is 1; expected 2"),
+        ("a3 9.1", {"attention_mode": 0}, "attention_mode is 0; expected 2"),
+        ("a3 9.1", {"tile_size": 64}, "tile_size is 64; expected 128"),
+        ("a3 9.1", {"quant_scale_repo_mode": 0}, "quant_scale_repo_mode is 0; expected 1"),
+        ("a3 9.1", {"sparse_block_size": 32}, "sparse_block_size is 32; expected one of 1, 2, 4, 8, 16"),
+        ("a3 9.1", {"row": 640}, "the width of query and key is [576, 640]; expected [576, 656]"),
+        ("a3 9.1", {"count": 4096}, "sparse_count is 4096; expected 1 to 2,048"),
+        ("a3 8.5", {"index_heads": 32}, "the number of index heads is 32; expected 64"),
+        ("950dt 9.1", {"index_heads": 12}, "the number of index heads is 12; expected one of 8, 16, 24, 32, 64"),
+        ("a3 9.1", {"key_scale": (5, 128)}, "key_dequant_scale is [5, 128]; expected 3 dims"),
+        ("a3 9.1", {"key_scale": (5, 64, 1)}, "key_dequant_scale is [5, 64, 1]; expected [5, 128, 1]"),
+        ("a3 9.1", {"weights": BF16}, "query, weights and scales are I8 BF16 F16; expected I8 F16 F16"),
+        ("950dt 9.1", {"scales": F32}, "query, weights and scales are I8 F16 F32; expected I8 F16 F16"),
+        ("a3 9.1", {"dtype": E4M3, "weights": BF16, "scales": F32}, "expected one of I8"),
+        ("950dt 8.5", {}, "operator QuantLightningIndexer on 950dt with CANN 8.5; expected CANN 9.1 or later"),
+    ],
+)
+def test_limits_of_sparse_attention_in_8_bits_hold(helpers, place, change, message):
+    name, cann = place.split()
+    check(sparse_in_8_bits(), helpers, name, "9.1")
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(sparse_in_8_bits(**change), helpers, name, cann)
+
+
+def test_8_bit_floats_and_48_heads_are_taken_by_950_alone(helpers):
+    check(sparse_in_8_bits(E4M3, BF16, F32, heads=48, index_heads=24), helpers, "950dt")
+    check(sparse_in_8_bits(index_heads=5), helpers, "a3")
+    check(sparse_in_8_bits(), helpers, "a2", "8.5")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scale": (4, 1)}, "scale is [4, 1]; expected [4]"),
+        ({"dst_type": 36}, "dst_type 36 is E4M3, y I8; expected the same"),
+        ({"made": (4, 64)}, "y is [4, 64]; expected [4, 128]"),
+        ({"bytes": (4, 128)}, "output is [4, 128]; expected [4, 128, 2]"),
+        ({"type": F16}, "type FLOAT16, y I8; expected the same"),
+    ],
+)
+def test_limits_of_quantisation_and_of_bytes_hold(helpers, change, message):
+    def quantise(scale=(4,), dst_type=2, made=(4, 128), bytes=(4, 128, 2), type=I8) -> Builder:  # noqa: A002
+        g = Builder()
+        x = g.data("x", [4, 128])
+        outputs = {"y": (list(made), I8), "scale": (list(scale), F32)}
+        g.add("quantise", "DynamicQuant", {"x": x}, outputs, dst_type=dst_type)
+        g.add("cast", "Bitcast", {"x": x}, {"y": (list(bytes), I8)}, type=Dtype.of_torch(type))
+        return g.done("quantise:0", "quantise:1", "cast:0")
+
+    check(quantise(), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(quantise(**change), helpers)
 
 
 def rotation(x=(1, 6, 4, 64), cos=(1, 6, 1, 64), mode: int = 1) -> Builder:

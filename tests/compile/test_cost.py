@@ -20,7 +20,7 @@ from kimi_graph.models.counts import parameter_counts
 from kimi_graph.read_config import load_config, parse_config
 from tests.compile.count_bytes import Counted
 
-BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+BF16, F32, I8, I32, I64 = torch.bfloat16, torch.float32, torch.int8, torch.int32, torch.int64
 MOST = 1.10  # bytes of all nodes of a decode graph / bytes of weights used and states
 
 
@@ -118,6 +118,24 @@ def test_sparse_attention_reads_the_selected_rows_and_the_indexer_every_key():
     assert g.cost("attend") == {("states", 2 * 5 * 16, 0), ("activations", 40, 0)}
 
 
+def test_sparse_attention_in_8_bits_reads_rows_and_scales_and_bytes_cost_nothing():
+    g = Graph()
+    table, selected = g.data("table", (1, 4), I32), g.data("selected", (1, 2, 1, 5), I32)
+    index, scale = g.data("s.index", (9, 16, 1, 6), I8), g.data("s.index_scale", (9, 16, 1), F32)
+    inputs = {"key": index, "key_dequant_scale": scale, "block_table": table}
+    g.add("QuantLightningIndexer", "select", inputs, {"sparse_indices": ((1, 2, 1, 5), I32)})
+    pages = 4 * 16
+    assert g.cost("select") == {
+        ("states", pages * 6, 0), ("states", pages * 4, 0), ("activations", 16, 0), ("activations", 0, 40),
+    }  # fmt: skip
+    rows = g.data("s.latent", (9, 16, 1, 24), I8)
+    g.add("KvQuantSparseFlashAttention", "attend", {"key": rows, "value": rows, "sparse_indices": selected}, {})
+    assert g.cost("attend") == {("states", 2 * 5 * 24, 0), ("activations", 40, 0)}
+    seen = g.add("Bitcast", "bytes", {"x": g.data("x", (6, 4))}, {"y": ((6, 4, 2), I8)})
+    g.add("Mul", "mul", {"x1": seen, "x2": seen}, {"y": ((6, 4, 2), I8)})
+    assert g.cost("mul") == {("activations", 48, 0), ("activations", 0, 48)}
+
+
 def test_a_recurrence_reads_and_writes_the_slots_of_its_rows():
     g = Graph()
     state = g.data("s.memory", (7, 2, 4, 4), F32)
@@ -162,19 +180,52 @@ def test_another_reader_counts_the_same_of_kimi_linear(bundle, messages):
     assert len(agree(bundle, messages)) == 2
 
 
-@pytest.mark.parametrize("name, chip", [("kimi-k3", "a3"), ("kimi-k3.1-pro", "950dt"), ("deepseek-v3.2", "a3")])
-def test_another_reader_counts_the_same_of_a_small_model(host, messages, tmp_path, name, chip):
+SMALL = [
+    ("kimi-k3", "a3", "bf16"),
+    ("kimi-k3.1-pro", "950dt", "bf16"),
+    ("deepseek-v3.2", "a3", "bf16"),
+    ("deepseek-v3.2", "a3", "int8"),
+    ("glm-5.2", "950dt", "fp8"),
+]
+
+
+@pytest.mark.parametrize("name, chip, kv_dtype", SMALL)
+def test_another_reader_counts_the_same_of_a_small_model(host, messages, tmp_path, name, chip, kv_dtype):
     config = parse_config(small_config(load_config(name)), origin=name, name=name)
     sizes = {"batch": 2, "chunk": 16, "max_len": 4096, "patches": 16 if config.vision else None}
-    compile_model(config, target=target(chip), out=tmp_path / "b", **sizes)
+    compile_model(config, target=target(chip), out=tmp_path / "b", kv_dtype=kv_dtype, **sizes)
     agree(tmp_path / "b", messages)
 
 
+@pytest.mark.parametrize(
+    "name, chip, form",
+    [("kimi-k3", "950dt", "native"), ("kimi-k2.5", "a3", "native"), ("deepseek-v3.2", "950dt", "native")],
+)
+def test_another_reader_counts_the_same_of_packed_experts(family_bundle, messages, name, chip, form):
+    agree(family_bundle(name, chip, weights_format=form), messages)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name, chip", [("kimi-k3", "a3"), ("kimi-k3.1-pro", "950dt"), ("kimi-k3.1-pro", "a3")])
-def test_a_decode_step_moves_little_more_than_its_weights_and_states(host, messages, tmp_path, name, chip):
+def test_a_decode_step_with_packed_experts_moves_little_more_than_its_weights_and_states(host, messages, tmp_path):
+    config = load_config("kimi-k3.1-pro")
+    compile_model(config, target=target("950dt"), out=tmp_path / "b", phases=("decode",), weights_format="native")
+    (ratio,) = agree(tmp_path / "b", messages).values()
+    assert 1 < ratio <= MOST
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, chip, kv_dtype",
+    [
+        ("kimi-k3", "a3", "bf16"),
+        ("kimi-k3.1-pro", "950dt", "bf16"),
+        ("kimi-k3.1-pro", "a3", "bf16"),
+        ("kimi-k3.1-pro", "a3", "int8"),
+    ],
+)
+def test_a_decode_step_moves_little_more_than_its_weights_and_states(host, messages, tmp_path, name, chip, kv_dtype):
     config = load_config(name)
-    compile_model(config, target=target(chip), out=tmp_path / "b", phases=("decode",))
+    compile_model(config, target=target(chip), out=tmp_path / "b", phases=("decode",), kv_dtype=kv_dtype)
     (ratio,) = agree(tmp_path / "b", messages).values()
     assert 1 < ratio <= MOST
     (cost,) = inspect_cost(tmp_path / "b").graphs

@@ -202,6 +202,11 @@ REFUSED = {
     "no phase": ({"phases": ()}, "--phase '': the phases of small are prefill, decode"),
     "a length over the model's": ({"max_len": 1_048_577}, "1,048,577, expected 1 to 1,048,576 .* nearest is 1,048,576"),
     "vision without eyes": ({"phases": ("vision",)}, "--phase 'vision': the phases of small are prefill, decode"),
+    "a format without a kernel": ({"weights_format": "int8-g32"}, "int8-g32 on a3: GroupedMatmul with 8-bit weights"),
+    "a format nobody knows": ({"weights_format": "int3"}, "int3: unknown; one of native, bf16, int8-g32, int4"),
+    "a cache that dense attention reads": ({"kv_dtype": "int8"}, "--kv-dtype int8: .* small has no indexer; take bf16"),
+    "a cache of a dtype that the chip lacks": ({"kv_dtype": "fp8"}, "a3 has no 8-bit floats; it takes bf16, int8"),
+    "packed constants": ({"weights": "constant", "weights_format": "int4"}, "packed weights need --weights input"),
     "constants without weights": ({"weights": "constant", "checkpoint": None}, "must be a checkpoint folder"),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from kimi_graph.compile import ge_proto
+from kimi_graph.compile import air, ge_proto
 from kimi_graph.compile.ge_proto import AttrDef, Dtype, OpDef, attr_value, fill_attr, get_attr, set_attr
 
 VALUES = [
@@ -70,6 +70,32 @@ def test_the_two_numberings_of_dtypes_differ_and_are_both_one_to_one():
         assert Dtype.of_proto(dtype.proto) is dtype
         if dtype.shared is not None:
             assert Dtype.of_torch(dtype.torch_dtype) is dtype
+
+
+def test_a_tiled_matrix_has_its_shape_in_a_file_and_for_its_readers():
+    model = ge_proto.ModelDef()
+    graph = model.graph.add(name="g")
+    data = graph.op.add(name="w", type="Data")
+    for desc in (data.output_desc.add(name="y"), data.input_desc.add(name="x")):
+        ge_proto.describe_tiled(desc, (2, 64, 128), Dtype.FLOAT4_E2M1)
+    reader = graph.op.add(name="r", type="GroupedMatmul", input=["w:0"])
+    reader.input_desc.add(name="weight0")
+    ge_proto.describe_inputs(graph)
+    read = air.from_bytes(air.to_bytes(model), "file").graph[0].op
+    tiled, plain = read[0].output_desc[0], read[1].input_desc[0]
+    assert (tiled.layout, plain.layout) == ("FRACTAL_NZ", "ND")
+    assert [ge_proto.is_tiled(d) for d in (tiled, plain)] == [True, False]
+    assert [ge_proto.shape_of(d) for d in (tiled, plain)] == [(2, 64, 128)] * 2
+    assert [ge_proto.bytes_of(d) for d in (tiled, plain)] == [2 * 64 * 64] * 2
+
+
+def test_every_dtype_has_a_size_and_those_without_a_torch_dtype_are_held_in_a_wider_one():
+    assert {d.name: d.held for d in Dtype if d in (Dtype.INT4, Dtype.FLOAT4_E2M1, Dtype.BF16)} == {
+        "INT4": torch.int8, "FLOAT4_E2M1": torch.bfloat16, "BF16": torch.bfloat16,
+    }  # fmt: skip
+    assert all(d.bits > 0 for d in Dtype)
+    with pytest.raises(ValueError, match="no dtype for GE's HIFLOAT8"):
+        _ = Dtype.HIFLOAT8.held
 
 
 @pytest.mark.parametrize("dtype", [d.shared for d in Dtype if d.shared not in (None, torch.complex32)], ids=str)

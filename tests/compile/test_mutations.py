@@ -18,6 +18,7 @@ from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.compile import air
 from kimi_graph.compile.bundle import LOCAL, Bundle, open_bundle
+from kimi_graph.compile.caches import kept_states, model_states
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.executor import Executor, Selections
 from kimi_graph.compile.ge_proto import ModelDef, get_attr, set_attr, split_edge, tensor_def, tensor_value
@@ -96,17 +97,20 @@ class Proof:
     def _differs(self, name: str, executor: Executor, parts: Parts) -> bool:
         """Whether logits or a state are not the model's, after any step. Each step starts from the model's states."""
         plan = parts.plan
+        kv_dtype = self.bundle.manifest["state"]["kv_dtype"]
         weights = graph_weights(plan, parts.models[name], self.params) | generated_inputs(plan)
         shapes = {s["name"]: s["graph_shape"] for s in parts.manifest["state"]["states"]}
         for moment in self.moments:
             if moment.step.phase != self.phases[name]:
                 continue
             given = weights | moment.step.named
-            states = {s: moment.before[s].view(shapes[s]) for s in executor.states}
+            before = kept_states(self.config, kv_dtype, moment.before, exact=True)
+            states = {s: before[s].view(shapes[s]) for s in executor.states}
             ran = executor.run({n: given[n] for n in executor.inputs}, states, "exact", selections=Selections())
             used = moment.step.used
             pairs = [(ran.outputs[0][used], moment.logits[used])]
-            pairs += [(ran.states[s].view(v.shape)[1:], v[1:]) for s, v in moment.after.items()]
+            after = model_states(self.config, kv_dtype, ran.states)
+            pairs += [(after[s].view(v.shape)[1:], v[1:]) for s, v in moment.after.items()]
             if not all(largest(mine, theirs) <= EXACT_TOLERANCE for mine, theirs in pairs):
                 return True
         return False
@@ -298,22 +302,26 @@ def test_random_changes_are_noticed(proof):
 
 
 FEW = 8  # changes of each kind where there are two more kinds of models
-OTHERS = [("kimi-k3.1-pro", FEW), *(pytest.param(name, EACH, marks=pytest.mark.heavy) for name in FAMILY)]
+OTHERS = [
+    ("kimi-k3.1-pro", "bf16", FEW),
+    ("deepseek-v3.2", "int8", FEW),
+    *(pytest.param(name, "bf16", EACH, marks=pytest.mark.heavy) for name in FAMILY),
+]
 
 
 @pytest.mark.mutation
-@pytest.mark.parametrize("name, each", OTHERS)
-def test_random_changes_to_other_models_are_noticed(family_bundle, host, name, each):
-    """Residual mixes, selections of keys, pictures; above: the same promises."""
-    proof = family_proof(family_bundle, host, name)
+@pytest.mark.parametrize("name, kv_dtype, each", OTHERS)
+def test_random_changes_to_other_models_are_noticed(family_bundle, host, name, kv_dtype, each):
+    """Residual mixes, selections of keys, pictures, caches in 8 bits; above: the same promises."""
+    proof = family_proof(family_bundle, host, name, kv_dtype)
     unchanged = proof.parts.copy()
     unchanged.plan["of"] = "this test"
     assert proof.noticed(unchanged) == ""
     assert random_changes(proof, SEED, each) >= 100
 
 
-def family_proof(family_bundle, host, name) -> Proof:
-    folder = family_bundle(name)
+def family_proof(family_bundle, host, name, kv_dtype="bf16") -> Proof:
+    folder = family_bundle(name, "a3", kv_dtype=kv_dtype)
     return Proof(folder, json.loads((folder / LOCAL).read_bytes())["checkpoint"], host)
 
 

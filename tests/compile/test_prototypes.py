@@ -139,8 +139,15 @@ DIFFERENCES = {
     "RecurrentGatedDeltaRule": {"state": "the OpDef lists a float32 state; the helper's symbol knows BF16 only"},
     "MoeInitRoutingV3": {"x": NEWER, "expanded_x": NEWER},
     "GroupedMatmul": dict.fromkeys(
-        ("x", "weight", "scale", "per_token_scale"), "8-bit and 4-bit floats of the 950 family"
+        ("x", "weight", "scale", "antiquant_scale", "per_token_scale"), "8-bit and 4-bit floats of the 950 family"
     ),
+    "DynamicMxQuant": {
+        "x": NEWER,
+        "block_size": "the helper itself writes the attribute `blocksize`",
+        "blocksize": "as above",
+        "dst_type": "the same number, 40, by its name",
+    },
+    "DynamicBlockQuant": {"x": NEWER, "y": NEWER, "dst_type": "34 in the helper; it is always written"},
     "ScatterPaKvCache": dict.fromkeys(
         ("key", "key_cache", "value", "value_cache"), "the helper's symbol has no dtypes"
     ),
@@ -151,6 +158,10 @@ DIFFERENCES = {
         "attention_out": "the helper lists F32 for float32 queries, which no registration takes",
         "softmax_lse": "float32 by the documents",
         "inner_precise": "the helper's own default is 0, the registration's 1; it is always written",
+    },
+    "DynamicQuant": {
+        "y": "the registration has INT4 too, which the helper's docstring leaves out",
+        "dst_type": "the helper's docstring names the dtype, INT8, and passes its number",
     },
     "ScatterNdUpdate": dict.fromkeys(("var", "updates"), NEWER),
     "SwiGlu": {"x": "the helper's symbol has no dtypes", "y": "as above"},
@@ -166,7 +177,7 @@ DIFFERENCES = {
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "CausalConv1d",
-    "LightningIndexer", "SituGlu", "SparseFlashAttention",
+    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "SituGlu", "SparseFlashAttention",
 }  # fmt: skip
 
 

@@ -18,7 +18,9 @@ CASES = {
     "exp": (Step("exp"), torch.exp),
     "neg": (Step("neg"), torch.neg),
     "pack": (Step("pack", ("w8", "weight_scale")), lambda x: formats.pack("w8", x)["weight_scale"]),
+    "tile": (Step("tile"), recipe.tile),
 }
+SHAPES = {"tile": (2, 32, 64)}
 
 
 def test_every_step_has_a_case():
@@ -28,10 +30,21 @@ def test_every_step_has_a_case():
 @pytest.mark.parametrize("kind", CASES)
 def test_a_step_is_the_torch_function_of_its_name(kind):
     step, expected = CASES[kind]
-    x = torch.randn(4, 3, 2)
+    x = torch.randn(SHAPES.get(kind, (4, 3, 2)))
     assert torch.equal(recipe.apply([step], x), expected(x))
     meta = recipe.apply([step], x.to("meta"))
     assert (meta.shape, meta.dtype) == (expected(x).shape, expected(x).dtype)
+
+
+def test_tiles_are_columns_of_16_rows_by_32_bytes():
+    x = torch.arange(2 * 48 * 64).view(2, 48, 64)
+    tiles = recipe.tile(x)
+    assert tiles.shape == (2, 2, 3, 16, 32)
+    assert all(
+        int(tiles[e, k // 32, n // 16, n % 16, k % 32]) == int(x[e, n, k])
+        for e, n, k in [(0, 0, 0), (1, 17, 33), (0, 47, 31), (1, 5, 63)]
+    )
+    assert torch.equal(recipe.untile(tiles), x)
 
 
 def test_steps_are_taken_in_order():
@@ -60,7 +73,7 @@ def test_recipes_survive_json():
 
 def test_an_unknown_step_is_refused_with_the_known_ones():
     with pytest.raises(
-        BundleError, match="'transpose' is not known; known are cast, exp, neg, pack, permute, slice, view"
+        BundleError, match="'transpose' is not known; known are cast, exp, neg, pack, permute, slice, tile, view"
     ):
         recipe.apply([Step("transpose")], torch.ones(1))
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from kimi_graph import ops
 from kimi_graph.compile import torchair_contract, torchair_host
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.convert import convert
+from kimi_graph.compile.driver import Request, compile_bundle, legal_phases
+from kimi_graph.compile.targets import target
 from kimi_graph.compile.torchair_host import Host
+from tests.compile.family import FAMILY, small_model
 
 WHEELS = ("2.10.0.post7", "2.11.0", "2.12.0", "2.13.0", "2.14.0")
 
@@ -52,6 +56,19 @@ def op_types(host: Host) -> dict[str, int]:
     return dict(sorted(Counter(op.type for op in made.model.graph[0].op).items()))
 
 
+def model_types(host: Host) -> dict[str, dict[str, int]]:
+    """Nodes by type of the graphs of every small model."""
+    found = {}
+    for name in FAMILY:
+        config = small_model(name)
+        sizes: dict[str, Any] = {"chunk": 16, "max_len": 96, "page": 16, "patches": 16 if config.vision else None}
+        for chip in ("a3", "950dt"):
+            request = Request(config=config, target=target(chip), phases=legal_phases(config), **sizes)
+            for graph in compile_bundle(request, host, None)["graphs"]:
+                found[f"{name} {chip} {graph['name']}"] = dict(sorted(graph["ops"].items()))
+    return found
+
+
 def test_torchair_keeps_the_contract(host):
     assert torchair_contract.broken(host) == []
 
@@ -82,9 +99,11 @@ def test_other_releases_keep_the_contract_and_give_the_same_nodes(version, host,
     assert report["version"] == version
     assert report["broken"] == []
     assert report["ops"] == op_types(host)
+    assert report["models"] == model_types(host)
 
 
 if __name__ == "__main__":
     other = torchair_host.load(sys.argv[1], cache=sys.argv[2])
     broken = torchair_contract.broken(other)
-    print(json.dumps({"version": other.version, "broken": broken, "ops": {} if broken else op_types(other)}))
+    made = {} if broken else {"ops": op_types(other), "models": model_types(other)}
+    print(json.dumps({"version": other.version, "broken": broken, **made}))

@@ -29,6 +29,7 @@ from kimi_graph.compile.verify import (
     script,
     verify_bundle,
 )
+from kimi_graph.compile.weight_formats import as_read
 from kimi_graph.config import MlaConfig
 from kimi_graph.errors import BundleError, CheckpointError, KimiGraphError, VerifyError
 from kimi_graph.fixture import make_fixture
@@ -89,6 +90,46 @@ def test_the_bundle_of_every_fixture_is_its_model(family_bundle, name, chip):
     kinds |= {"logits"} | ({"embeddings"} if config.vision else set())
     assert {(r.mode, r.what) for r in found.rows} == {(m, k) for m in ("exact", "native") for k in kinds}
     assert all(r.error < 1e-13 for r in found.rows if r.mode == "exact")
+
+
+PACKED = [
+    ("kimi-k3", "950dt", "native"),
+    ("kimi-k3.1-pro", "a3", "int4"),
+    ("kimi-k2.5", "a2", "native"),
+    ("kimi-k2.5", "950dt", "int4"),
+    ("deepseek-v3.2", "950dt", "native"),
+    ("kimi-linear-48b", "a3", "int4"),
+]
+
+
+@pytest.mark.parametrize("name, chip, weights_format", PACKED)
+def test_a_bundle_with_packed_experts_is_its_model_with_the_values_they_have_then(
+    family_bundle, name, chip, weights_format
+):
+    found = verify_bundle(family_bundle(name, chip, weights_format=weights_format), steps=2)
+    assert found.passed, found.text()
+    assert all(r.error < 1e-13 for r in found.rows if r.mode == "exact")
+    lossless = weights_format == "native" or name == "kimi-k2.5"
+    assert bool(found.notes) != lossless
+    if not lossless:
+        assert re.fullmatch(r"experts as int4-g32 differ .* by (8|9|10)\.\d\d%, logits by at most .*%", found.notes[0])
+
+
+@pytest.mark.parametrize("name, chip", [("kimi-k3", "950dt"), ("kimi-k2.5", "a2"), ("deepseek-v3.2", "950dt")])
+def test_packed_experts_that_are_read_otherwise_are_noticed(family_bundle, monkeypatch, name, chip):
+    def otherwise(desc, raw):
+        found = as_read(desc, raw)
+        return found.contiguous().view(torch.uint8).flip(1).view(found.dtype)
+
+    monkeypatch.setattr(verify, "as_read", otherwise)
+    assert not verify_bundle(family_bundle(name, chip, weights_format="native"), steps=0, modes=("exact",)).passed
+
+
+def test_rows_in_a_short_float_may_differ_by_more(family_bundle):
+    config = small_model("deepseek-v3.2")
+    plain, packed = native_tolerance(config), native_tolerance(config, "fp8")
+    moes = sum(layer.kinds[1] == "moe" for layer in config.layers)
+    assert packed**2 - plain**2 == pytest.approx(2 * moes * 2**-8)
 
 
 MORE = [

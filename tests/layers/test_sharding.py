@@ -187,6 +187,7 @@ def test_moe_with_its_experts_split_needs_one_all_reduce_for_routed_and_shared(r
 
 
 def test_latent_experts_are_summed_before_their_norm_and_added_to_the_shared_ones_before_theirs(rules):
+    """Public case K8."""
     rows = ROWS // rules.mesh.data
     latent = ("all_reduce", ("tensor",), (rows * TOKENS, LATENT.latent))
     assert run_moe(rules, LATENT) == [latent, all_reduce(rules)]

@@ -212,6 +212,7 @@ def test_position_matrices_are_torchs_interpolation(mode, height, width):
 
 
 def test_four_frames_of_78_by_138_patches_have_interpolated_places_and_times_of_their_own():
+    """Public case V5."""
     assert K3.vision is not None
     c = dataclasses.replace(small(K3.vision, blocks=0), embed=8)
     grid = (4, 78, 138)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kimi_graph.ops.einsum  # noqa: F401 (its operators register)
 from kimi_graph.ops import OPERATORS, Operator
+from kimi_graph.ops.quantised_cache import pack_rows
 
 # Odd, unequal sizes: B rows, T tokens, H heads, K key, V value, S slots, P pages of G tokens, L latent, R rope.
 B, T, H, K, V, S, P, G, L, R = 2, 7, 3, 5, 4, 4, 6, 4, 6, 3
@@ -67,6 +68,19 @@ def sparse_attention() -> list[Any]:
     return [normal(B, T, H, L), normal(B, T, H, R), *pools, selected.int(), TABLE, LENGTHS, COUNTS, 0.4]
 
 
+def eight(*shape: int) -> torch.Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def rows() -> torch.Tensor:
+    return pack_rows(normal(P, G, 256), normal(P, G, R), torch.int8)
+
+
+def quantised_sparse_attention() -> list[Any]:
+    _, _, _, _, *rest = sparse_attention()
+    return [normal(B, T, H, 256), normal(B, T, H, R), rows(), *rest]
+
+
 # Inputs of every operator in float64; an integer stays an integer in every dtype.
 INPUTS: dict[str, Callable[[], list[Any]]] = {
     "attention": attention,
@@ -93,6 +107,13 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
     "moe_combine": combine,
     "moe_dispatch": lambda: [normal(T, 6), chosen(), 3, 2],
     "moe_route": lambda: [normal(T, 6), normal(6), 2, 2.5, 3, 2],
+    "quantised_cache_write": lambda: [normal(B, T, 256), normal(B, T, R), rows(), torch.randperm(24)[:14]],
+    "quantised_index_write": lambda: [normal(B, T, K), eight(P, G, K), normal(P, G).exp(), torch.randperm(24)[:14]],
+    "quantised_select_keys": lambda: [
+        *(normal(B, T, H, K), normal(B, T, H), eight(P, G, K), normal(P, G).exp(), TABLE, LENGTHS, COUNTS),
+        3,
+    ],
+    "quantised_sparse_attention": quantised_sparse_attention,
     "residual_mix": lambda: [[normal(B, T, V) for _ in range(3)], normal(V), normal(V), 1e-5],
     "rms_norm": lambda: [normal(B, T, V), normal(V), 1e-5],
     "rope": rotation,

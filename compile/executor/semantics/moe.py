@@ -103,20 +103,29 @@ def moe_init_routing_v3(op: Op, x: Tensor, expert_idx: Tensor) -> tuple[Tensor, 
     "GroupedMatmul",
     provenance="public CPU reference",
     source="ops-transformer's golden function and document: rows of group g times weight[g] (transposed by the flag); "
-    "group_list holds sums (0) or sizes (1); rows after the last group are not written (NaN here)",
+    "group_list holds sums (0) or sizes (1); rows after the last group are not written (NaN here); quantised weights "
+    "and rows are numbers times scales: scenarios A16W4, MX-A8W4 and G-B",
     outputs="y[]",
     prototype="x[] weight[] bias[] scale[] offset[] antiquant_scale[] antiquant_offset[] group_list? per_token_scale?",
 )
-def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Tensor | None) -> Tensor:
+def grouped_matmul(
+    op: Op,
+    x: list[Tensor],
+    weight: list[Tensor],
+    scale: list[Tensor],
+    antiquant_scale: list[Tensor],
+    group_list: Tensor | None,
+    per_token_scale: Tensor | None,
+) -> Tensor:
     op.must(group_type=0, split_item=2)
-    op.expect(dtype=0, transpose_x=False, act_type=0, tuning_config=([0], []))
+    op.expect(transpose_x=False, act_type=0, tuning_config=([0], []))
     transposed, list_type = op.attr("transpose_weight", False), op.attr("group_list_type", 0)
     op.require(
         len(x) == len(weight) == 1, f"one x and one stacked weight are supported, found {len(x)} and {len(weight)}"
     )
     op.require(list_type in (0, 1), f"group_list_type {list_type}, supported is 0 (sums) or 1 (sizes)")
-    rows, stack = x[0], weight[0].mT if transposed else weight[0]
-    op.same_dtype(rows, stack)
+    rows, stack = _dequantised(op, x[0], weight[0], scale, antiquant_scale, per_token_scale, transposed)
+    made = _result(op, x[0], per_token_scale)
     op.require(rows.ndim == 2 and stack.ndim == 3, f"x [M, D] and weight [E, ., .] expected, found {list(stack.shape)}")
     op.require(rows.shape[1] == stack.shape[1], f"x has width {rows.shape[1]}, weight takes {stack.shape[1]}")
     op.require(stack.shape[0] <= MAX_GROUPS, f"{stack.shape[0]} groups, at most {MAX_GROUPS}")
@@ -126,7 +135,7 @@ def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Te
     op.require(
         group_list.shape == (stack.shape[0],), f"{list(group_list.shape)} group_list for {stack.shape[0]} groups"
     )
-    out = rows.new_full((rows.shape[0], stack.shape[2]), float("nan"))
+    out = rows.new_full((rows.shape[0], stack.shape[2]), float("nan"), dtype=made)
     if rows.is_meta:
         return out
     ends = group_list.tolist() if list_type == 0 else group_list.cumsum(0).tolist()
@@ -137,6 +146,67 @@ def grouped_matmul(op: Op, x: list[Tensor], weight: list[Tensor], group_list: Te
         if end > start:
             out[start:end] = (at_least_f32(rows[start:end]) @ at_least_f32(matrix)).to(out.dtype)
     return out
+
+
+def _result(op: Op, x: Tensor, per_token_scale: Tensor | None) -> torch.dtype:
+    """Dtype of the product: that of x, or where x is quantised as attribute `dtype` says."""
+    number = op.attr("dtype", 0)
+    if per_token_scale is None:
+        op.require(number == 0, f"dtype {number}, supported is 0 where x is not quantised")
+        return x.dtype
+    op.require(number in (0, 1), f"dtype {number}, supported is 0 (float16) or 1 (bfloat16)")
+    return torch.float64 if op.exact else (torch.float16, torch.bfloat16)[number]
+
+
+def _dequantised(
+    op: Op,
+    x: Tensor,
+    weight: Tensor,
+    scale: list[Tensor],
+    antiquant_scale: list[Tensor],
+    per_token_scale: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rows and stacked weights `[E, D, F]` that are multiplied; numbers times scales where there are scales.
+
+    Three scenarios: INT4 weights (`antiquant_scale` `[E, G, F]`); E2M1 weights (`[E, F, D / 64, 2]`, rows too have a
+    scale for 32 channels); E4M3 weights with a scale for blocks of 128 x 128, rows for 128 channels.
+    """
+    scale, antiquant_scale = ([t for t in given if t.numel()] for given in (scale, antiquant_scale))
+    scales = [*scale, *antiquant_scale]
+    if not scales:
+        op.require(per_token_scale is None, "per_token_scale without a scale of the weights")
+        op.same_dtype(x, weight)
+        return x, weight.mT if transposed else weight
+    op.require(len(scales) == 1 and transposed, "one scale and transpose_weight are supported where weights are packed")
+    (found,), (groups, outs, width) = scales, weight.shape
+    if per_token_scale is None:
+        op.require(not scale, "scale without per_token_scale")
+        op.of_dtype(torch.int8, weight=weight)
+        op.same_dtype(x, found)
+        op.require(found.shape[::2] == (groups, outs), f"antiquant_scale {list(found.shape)} of {list(weight.shape)}")
+        return x, _times(op, weight, found.mT).mT
+    if antiquant_scale:
+        op.of_dtype(torch.float8_e8m0fnu, antiquant_scale=found, per_token_scale=per_token_scale)
+        op.of_dtype(torch.bfloat16, weight=weight)
+        expected = (groups, outs, width // 64, 2)
+        op.require(found.shape == expected, f"antiquant_scale {list(expected)} expected, found {list(found.shape)}")
+        return _times(op, x, per_token_scale.flatten(-2)), _times(op, weight, found.flatten(-2)).mT
+    op.of_dtype(torch.float32, scale=found, per_token_scale=per_token_scale)
+    op.of_dtype(torch.float8_e4m3fn, weight=weight, x=x)
+    expected = (groups, -(-outs // 128), -(-width // 128))
+    op.require(found.shape == expected, f"scale {list(expected)} expected, found {list(found.shape)}")
+    by_row = found.repeat_interleave(128, 1)[:, :outs]
+    return _times(op, x, per_token_scale, 128), _times(op, weight, by_row, 128).mT
+
+
+def _times(op: Op, numbers: Tensor, scale: Tensor, size: int = 0) -> Tensor:
+    """Numbers `[..., D]` times scales `[..., G]`, one for D / G (or `size`) numbers each, at least in float32."""
+    width = numbers.shape[-1]
+    size = size or width // max(1, scale.shape[-1])
+    op.require(-(-width // size) == scale.shape[-1], f"{scale.shape[-1]} scales for {width} numbers, {size} to a scale")
+    dtype = torch.float64 if op.exact else torch.float32
+    return numbers.to(dtype) * scale.to(dtype).repeat_interleave(size, -1)[..., :width]
 
 
 @ge_op(

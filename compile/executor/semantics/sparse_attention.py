@@ -44,15 +44,15 @@ def lightning_indexer(
     op.require(width == INDEX_KEY and key.shape[2:] == (1, width), f"width {width}, key {list(key.shape)}")
     op.require(weights.shape == query.shape[:3], f"weights {list(weights.shape)} for query {list(query.shape)}")
     op.require(count >= 1, f"sparse_count {count}")
-    table = _table(op, block_table, rows)
-    queries = _lengths(op, "actual_seq_lengths_query", actual_seq_lengths_query, rows, tokens)
-    keys = _lengths(op, "actual_seq_lengths_key", actual_seq_lengths_key, rows, table.shape[1] * key.shape[1])
+    table = table_of(op, block_table, rows)
+    queries = lengths_of(op, "actual_seq_lengths_query", actual_seq_lengths_query, rows, tokens)
+    keys = lengths_of(op, "actual_seq_lengths_key", actual_seq_lengths_key, rows, table.shape[1] * key.shape[1])
     values = query.new_empty(0)
     chosen = torch.full((rows, tokens, 1, count), -1, dtype=torch.int32, device=query.device)
     if query.is_meta:
         return chosen, values
     for row in range(rows):
-        seen = at_least_f32(_row(op, key, table[row], int(keys[row])))[:, 0]
+        seen = at_least_f32(row_of(op, key, table[row], int(keys[row])))[:, 0]
         for t in range(int(queries[row])):
             visible = int(keys[row]) - int(queries[row]) + t + 1
             scores = torch.relu(at_least_f32(query[row, t]) @ seen[: max(visible, 0)].mT)
@@ -105,19 +105,18 @@ def sparse_flash_attention(
         sparse_indices.ndim == 4 and sparse_indices.shape[:3] == (rows, tokens, 1),
         f"sparse_indices [{rows}, {tokens}, 1, J] expected, found {list(sparse_indices.shape)}",
     )
-    table = _table(op, block_table, rows)
-    queries = _lengths(op, "actual_seq_lengths_query", actual_seq_lengths_query, rows, tokens)
-    keys = _lengths(op, "actual_seq_lengths_kv", actual_seq_lengths_kv, rows, table.shape[1] * key.shape[1])
+    table = table_of(op, block_table, rows)
+    queries = lengths_of(op, "actual_seq_lengths_query", actual_seq_lengths_query, rows, tokens)
+    keys = lengths_of(op, "actual_seq_lengths_kv", actual_seq_lengths_kv, rows, table.shape[1] * key.shape[1])
     out = torch.zeros_like(query)
     peak, total = (query.new_empty(0, dtype=torch.float64 if op.exact else torch.float32) for _ in range(2))
     if query.is_meta:
         return out, peak, total
     op.require(torch.equal(key, value), "value differs from key, which kernels read in its place")
     for row in range(rows):
-        latent, rope = (_row(op, pool, table[row], int(keys[row]))[:, 0] for pool in (key, key_rope))
+        latent, rope = (row_of(op, pool, table[row], int(keys[row]))[:, 0] for pool in (key, key_rope))
         for t in range(int(queries[row])):
-            chosen = _listed(op, sparse_indices[row, t, 0])
-            chosen = chosen[chosen <= int(keys[row]) - int(queries[row]) + t]
+            chosen = chosen_keys(op, sparse_indices[row, t, 0], int(keys[row]) - int(queries[row]) + t)
             if len(chosen):
                 k, k_rope = at_least_f32(latent[chosen]), at_least_f32(rope[chosen])
                 scores = at_least_f32(query[row, t]) @ k.mT + at_least_f32(query_rope[row, t]) @ k_rope.mT
@@ -126,14 +125,15 @@ def sparse_flash_attention(
     return out, peak, total
 
 
-def _listed(op: Op, indices: Tensor) -> Tensor:
-    """Positions before the first -1; real ones after it would be lost."""
+def chosen_keys(op: Op, indices: Tensor, last: int) -> Tensor:
+    """Positions before the first -1 and not after `last`; real ones after a -1 would be lost."""
     real = indices >= 0
     op.require(not (~real[:-1] & real[1:]).any(), "a position after -1, where kernels stop")
-    return indices[real].long()
+    chosen = indices[real].long()
+    return chosen[chosen <= last]
 
 
-def _table(op: Op, block_table: Tensor | None, rows: int) -> Tensor:
+def table_of(op: Op, block_table: Tensor | None, rows: int) -> Tensor:
     if block_table is None:
         op.fail("a paged cache needs block_table")
     op.of_dtype(torch.int32, block_table=block_table)
@@ -141,7 +141,7 @@ def _table(op: Op, block_table: Tensor | None, rows: int) -> Tensor:
     return block_table.long()
 
 
-def _lengths(op: Op, name: str, given: Tensor | None, rows: int, most: int) -> Tensor:
+def lengths_of(op: Op, name: str, given: Tensor | None, rows: int, most: int) -> Tensor:
     """`[B]`: tokens of each row. The operators may do without those of queries; a paged cache needs those of keys."""
     if given is None:
         op.fail(f"{name} is required here")
@@ -152,7 +152,7 @@ def _lengths(op: Op, name: str, given: Tensor | None, rows: int, most: int) -> T
     return given
 
 
-def _row(op: Op, pool: Tensor, table: Tensor, length: int) -> Tensor:
+def row_of(op: Op, pool: Tensor, table: Tensor, length: int) -> Tensor:
     """The first `length` tokens of a sequence, `[length, 1, width]`; page numbers after them may be anything."""
     page = pool.shape[1]
     op.require(page % 16 == 0 and page <= 1024, f"pages of {page} tokens, a multiple of 16 up to 1024 expected")

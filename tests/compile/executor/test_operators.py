@@ -405,10 +405,11 @@ CASES = [
 ]
 
 OTHERS = {  # tested by what they do together, in files of their own
-    "Assign", "BatchMatMulV3", "CausalConv1d", "Const", "Constant", "FusedInferAttentionScore", "GatedRmsNorm",
-    "GroupedMatmul", "HcomAllGather", "HcomAllReduce", "HcomAllToAll", "HcomReduceScatter", "KdaChunk",
-    "LightningIndexer", "MatMulV3", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
-    "RecurrentGatedDeltaRule", "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
+    "Assign", "BatchMatMulV3", "Bitcast", "CausalConv1d", "Const", "Constant", "DynamicBlockQuant", "DynamicMxQuant",
+    "DynamicQuant", "FusedInferAttentionScore", "GatedRmsNorm", "GroupedMatmul", "HcomAllGather", "HcomAllReduce",
+    "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer", "MatMulV3",
+    "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3", "QuantLightningIndexer", "RecurrentGatedDeltaRule",
+    "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
 }  # fmt: skip
 
 
