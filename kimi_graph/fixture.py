@@ -133,8 +133,9 @@ def _enough_layers(config: ModelConfig) -> int:
 
 
 def _heads(released: int) -> int:
-    """No power of two where the released number is none: some operators take only these, and get more heads."""
-    return min(released, HEADS - 1 if released & (released - 1) else HEADS)
+    """No power of two where the released number is none (some operators take only these, and get more heads), nor then
+    on 2 or 4 devices; but dividing over these."""
+    return min(released, 3 * HEADS if released & (released - 1) else HEADS)
 
 
 def _text(source: dict[str, Any], layers: int, experts: str, top_k: str) -> dict[str, Any]:

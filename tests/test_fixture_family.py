@@ -109,7 +109,7 @@ def test_sizes_are_small(name):
     config = small(name)
     assert {m.heads for m in mixers(config, KdaConfig)} <= {4}
     assert {m.heads for m in mixers(config, MlaConfig)} == {
-        3 if name.startswith("kimi-k3") else 4
+        12 if name.startswith("kimi-k3") else 4
     }  # of 96, of 64 or 128
     assert (config.embed, config.vocab) == (256, 512)
     assert {m.query_latent for m in mixers(config, MlaConfig)} == {192}
@@ -181,7 +181,7 @@ def test_names_and_dtypes_are_the_released_ones(made):
     base, fixture = made
     tensors = Checkpoint.open(fixture.folder).tensors
     assert len(tensors) == fixture.tensors
-    assert fixture.bytes < 60_000_000
+    assert fixture.bytes < 65_000_000
     names = {n for spec in tree.leaves(model_specs(base)) for n in spec.source}
     layers = len(fixture.config.layers)
     last = [n for n in tensors if f".layers.{layers - 1}." in n and ".experts." not in n]

@@ -12,7 +12,7 @@ from kimi_graph import tree
 from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
 from kimi_graph.compile.sharded import ShardedCapture, check
-from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
+from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig, MoeConfig
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
@@ -36,13 +36,8 @@ MOE = {"plain": 1, "latent": 3, "plain over data": 3, "latent over data": 4}
 
 @functools.cache
 def model(name: str) -> ModelConfig:
-    """A preset's fixture; MLA of K3 with four heads in place of three, which a mesh cannot share out."""
-    c = small_model(name)
-
-    def even(mixer: Any) -> Any:
-        return dataclasses.replace(mixer, heads=4) if isinstance(mixer, MlaConfig) and mixer.heads == 3 else mixer
-
-    return dataclasses.replace(c, layers=tuple(dataclasses.replace(x, mixer=even(x.mixer)) for x in c.layers))
+    """A preset's fixture."""
+    return small_model(name)
 
 
 def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
