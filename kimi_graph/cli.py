@@ -288,12 +288,17 @@ def compile(  # noqa: A001 (the command's name)
         Path | None,
         typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; an older bundle there is replaced."),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
+    ] = None,
     phase: Annotated[
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(metavar="B", min=1, help="Sequences of a step. Default: chosen and printed.")
+        int | None,
+        typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
     ] = None,
     chunk: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: chosen and printed.")
@@ -362,6 +367,7 @@ def compile(  # noqa: A001 (the command's name)
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
+        from kimi_graph.parallel.mesh import Mesh
 
         made = compile_model(
             _load_config(model),
@@ -378,6 +384,7 @@ def compile(  # noqa: A001 (the command's name)
             weights=weights,
             weights_format=weights_format,
             kv_dtype=kv_dtype,
+            mesh=None if mesh is None else Mesh.parse(mesh),
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,
