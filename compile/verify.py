@@ -642,13 +642,19 @@ def compare(
     steps: int,
     seed: int,
     notify: Notify,
+    ran: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Run the script through the model and through the graphs of every mode, side by side."""
+    """Run the script through the model and through the graphs of every mode, side by side.
+
+    Args:
+        ran: the graphs' side of every mode, where it is not run here (`verify_processes`).
+    """
     stored = load_params(checkpoint, config, dtype=torch.float64)
     packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
     params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
-    graphs = make_sides(bundle, config, {"exact": params, "native": load_params(checkpoint, config)}, packed)
+    both = {"exact": params, "native": load_params(checkpoint, config)}
+    graphs = dict(ran) if ran is not None else make_sides(bundle, config, both, packed)
     kv_dtype, experts = bundle.manifest["state"]["kv_dtype"], bundle.manifest["weights"]["experts"]
     plain, allowed = (cache_tolerance(config, x, experts) for x in ("bf16", kv_dtype))
     overlaps = Overlaps()
@@ -680,6 +686,8 @@ def compare(
             if step.phase == "vision":
                 continue
             states = side.named_states()
+            if states is None:  # of processes: after the last step
+                continue
             for name, value in model.named_states().items():
                 mine = states[name].reshape(value.shape)
                 comparisons[mode].add(name, where, model.owned(name, mine), model.owned(name, value))
@@ -724,6 +732,22 @@ def _check_steps(bundle: Bundle, steps: int) -> None:
         )
 
 
+def bundle_config(bundle: Bundle) -> ModelConfig:
+    """The model that a bundle was made of.
+
+    Raises:
+        BundleError: it is not the one that the manifest names.
+    """
+    source = bundle.manifest["model"]
+    config = parse_config(source["config"], origin=f"{bundle.folder}: manifest.json, model.config", name=source["name"])
+    if config.fingerprint != source["fingerprint"]:
+        raise BundleError(
+            f"{bundle.folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
+            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
+        )
+    return config
+
+
 def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
@@ -736,6 +760,7 @@ def verify_bundle(
     modes: tuple[str, ...] = ("exact", "native"),
     seed: int = 0,
     bisect: bool = False,
+    processes: bool = False,
     progress: Notify = silent,
 ) -> Report:
     """Execute a bundle and compare it with its model.
@@ -743,23 +768,30 @@ def verify_bundle(
     Args:
         checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
         bisect: where something differs, name the first node.
+        processes: of a mesh, run every rank in a process of its own.
 
     Raises:
         KimiGraphError: a damaged bundle, or weights that are not the model's.
     """
     bundle = open_bundle(folder)
-    source = bundle.manifest["model"]
-    config = parse_config(source["config"], origin=f"{folder}: manifest.json, model.config", name=source["name"])
-    if config.fingerprint != source["fingerprint"]:
-        raise BundleError(
-            f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
-            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
-        )
+    config = bundle_config(bundle)
     _check_steps(bundle, steps)
     graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
     check_claims(bundle, config, graphs)
     bundle.check_constants()
-    report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, progress)
+    weights = find_checkpoint(bundle, checkpoint)
+    if not processes:
+        report = compare(bundle, config, weights, modes, steps, seed, progress)
+    else:
+        from .verify_processes import Processes  # whose processes read this module
+
+        if bundle.manifest["mesh"] is None:
+            raise VerifyError(f"--processes: {bundle.folder} is of one rank; compile it with --mesh.")
+        if "prefill" not in {g["phase"] for g in bundle.manifest["graphs"]}:
+            raise VerifyError("--processes: needs a bundle with prefill; its ranks start from nothing.")
+        with Processes(bundle, config, weights, steps, seed) as ran:
+            report = compare(bundle, config, weights, modes, steps, seed, progress, ran)
+            report.notes.append(f"{bundle.manifest['mesh']['ranks']} ranks, each in a process of its own, over gloo")
     if bisect and not report.passed and bundle.manifest["mesh"] is not None:
         report.difference = "--bisect names a node of a bundle of one rank; this one is of a mesh."
     elif bisect and not report.passed:
