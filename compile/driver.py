@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -550,7 +549,7 @@ def compile_bundle(
         files[bundle.SOURCES] = bundle.dump({g.name: g.origins for g in graphs})
         if checkpoint is not None:
             files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
-        manifest = make_manifest(request, host, graphs, files)
+        manifest = make_manifest(request, host, graphs, files, plan["weights"])
         if out is not None:
             with bundle.writing(out) as folder:
                 (folder / bundle.GRAPHS).mkdir()
@@ -575,8 +574,10 @@ def build_all(request: Request, b: Bucket, host: Host, clock: Clock) -> list[Gra
     return [made.graph for made in build_stages(request, b, host, rules, stages, clock)]
 
 
-def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes]) -> dict[str, Any]:
-    """What the bundle says of itself. `files`: bytes by name in the bundle."""
+def make_manifest(
+    request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes], weights: dict[str, Any]
+) -> dict[str, Any]:
+    """What the bundle says of itself. `files`: bytes by name in the bundle; `weights`: of the weight plan."""
     import kimi_graph
 
     c, b, mesh = request.config, graphs[0].bucket, request.mesh
@@ -584,7 +585,6 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
     if mesh is not None:
         state = shared_states(c, mesh, request.kv_dtype, b, state)
     entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
-    weights = json.loads(files[bundle.WEIGHTS])["weights"]
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},

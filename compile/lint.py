@@ -89,7 +89,10 @@ class Files:
 
     def ranks(self, stage: int) -> range:
         """Ranks of a stage."""
-        first, last = self.bundle.manifest["mesh"]["stages"][stage]["ranks"]
+        stages = self.bundle.manifest["mesh"]["stages"]
+        if not 0 <= stage < len(stages):
+            raise BundleError(f"there is no stage {stage}; the mesh has {len(stages)}.")
+        first, last = stages[stage]["ranks"]
         return range(first, last + 1)
 
 
@@ -251,9 +254,8 @@ def _stages(files: Files) -> str:
             for name, desc in _read(entry, model):
                 if name not in given:
                     where = f"stage {givers[name]} gives" if name in givers else "no stage gives"
-                    raise BundleError(
-                        f"{phase}: stage {entry['stage']} waits for {name}, which {where}; stages would wait in a circle."
-                    )
+                    waits = f"{phase}: stage {entry['stage']} waits for {name}"
+                    raise BundleError(f"{waits}, which {where}; stages would wait in a circle.")
                 if given[name] != desc:
                     raise BundleError(
                         f"{phase}: {name} is given as {_text(given[name])}, stage {entry['stage']} reads {_text(desc)}."

@@ -127,7 +127,7 @@ def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef], kv_dty
 
 
 def memory_entry(
-    weights: Mapping[str, Any], state: Mapping[str, Any], graphs: Iterable[Mapping[str, Any]], die: int
+    weights: Mapping[str, Any], state: Mapping[str, Any], graphs: Iterable[Mapping[str, Any]], die: int | None
 ) -> dict[str, Any]:
     """Bytes of weights and states beside what a die has; on a mesh of the rank that holds most, and by stage."""
 

@@ -81,7 +81,8 @@ class Weights:
         if entry is None or entry["parameter"] not in self.params:
             raise BundleError(f"weight {name}: the weight plan or the model does not have it.")
         dims = as_dims(entry["over"])
-        key = name, *(self.mesh.index(rank, axes) for axes in dims)
+        # Phases may read one weight in two shapes of the same bytes.
+        key = name, shape_of(desc), *(self.mesh.index(rank, axes) for axes in dims)
         if key not in self.made:
             self.made[key] = self._make(name, entry, dims, desc, rank)
         return self.made[key]

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.config import ModelConfig
@@ -84,8 +84,8 @@ class Processes:
         folder = Path(self._folder.name)
         world = self.plan.mesh.world
         try:
-            mp.spawn(_rank_main, (str(folder), _free_port(), *self._given), nprocs=world)
-        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            spawn(_rank_main, (str(folder), _free_port(), *self._given), nprocs=world)
+        except (ProcessRaisedException, ProcessExitedException) as error:
             said = sorted(folder.glob("*.error"))
             words = said[0].read_text() if said else str(error).strip().splitlines()[-1]
             self._folder.cleanup()

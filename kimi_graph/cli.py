@@ -572,9 +572,7 @@ def lint(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
     torch_npu_wheel: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Wheel to take torchair's prototypes from. Default: fetched once, announced."
-        ),
+        typer.Option(metavar="FILE", help="Wheel to take prototypes from. Default: fetched once, announced."),
     ] = None,
     cache_dir: Annotated[
         Path | None,
