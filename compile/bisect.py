@@ -86,7 +86,7 @@ def first_difference(bundle: Bundle, config: ModelConfig, params: Any, steps: li
             def observe(node: Node, outputs: tuple[Tensor, ...], seen: dict[str, Tensor] = seen) -> None:
                 seen.update({f"{node.name}:{i}": x.clone() for i, x in enumerate(outputs)})
 
-            side.step(step, Selections(), observe)
+            side.step(step.phase, step.given("exact", config.dtype), Selections(), observe)
             known = origins.get(entry["name"], {})
             agreed: set[str] = set()
             for edges, values in _traced(config, bucket_of(bundle.manifest, entry), model, step, known):

@@ -114,6 +114,7 @@ def open_bundle(folder: str | Path) -> Bundle:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
+    manifest.setdefault("mesh", None)  # of bundles that were made before there were meshes
     if missing := sorted({"model", "target", "weights", "state", "graphs", "unproved", "made_by"} - set(manifest)):
         raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
     weights = folder / WEIGHTS

@@ -295,14 +295,16 @@ def _needed(nodes: Iterable[NodeCost], kinds: Mapping[str, str], most: Mapping[s
 
 def _most_of_states(entry: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
     """The most a step has to read and to write of each state, whatever its nodes do: what belongs to its rows."""
-    rows, tokens = entry["rows"], entry["tokens"]
+    first = state["shards"][0] if "shards" in state else None  # of a mesh: what one rank has
+    slots, pages = (state[k] if first is None else first[k][1] - first[k][0] for k in ("slots", "pages"))
+    rows, tokens = entry["rows"] if first is None else first["rows"][1] - first["rows"][0], entry["tokens"]
     most = {}
     for s in state["states"]:
-        size = math.prod(s["shape"]) * getattr(torch, s["dtype"]).itemsize
+        size = math.prod(s["shape" if first is None else "local"]) * getattr(torch, s["dtype"]).itemsize
         if s["axes"][0] == "slots":
-            most[s["name"]] = (size // state["slots"] * rows,) * 2
+            most[s["name"]] = (size // slots * rows,) * 2
         else:
-            page = size // state["pages"]
+            page = size // pages
             most[s["name"]] = page * state["pages_per_sequence"] * rows, page // state["page_tokens"] * rows * tokens
     return most
 

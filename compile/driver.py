@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
-from kimi_graph.parallel import Rules
+from kimi_graph.parallel import Mesh, Rules
 
 from . import air, bundle, constants
 from .caches import check_kv_dtype, quantise_caches
@@ -30,7 +29,9 @@ from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .lower import Choice, Weights
-from .manifest import graph_entry, state_contract, weight_plan
+from .manifest import graph_entry, memory_entry, state_contract, weight_plan
+from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
+from .meshes import check_mesh, default_chunk, rules_on, stages_on
 from .order import order_collectives
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
@@ -41,6 +42,7 @@ from .phases import (
     fold_piece,
     parameter_path,
     place_of,
+    pools,
     state_name,
     uses,
 )
@@ -77,6 +79,7 @@ class Request:
         target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
         weights_format: of the routed experts, see `weight_formats`; stored: formats of parameters that are stored
             quantised, by path.
+        mesh: of ranks that run it together; all numbers are those of all ranks. None: one rank.
     """
 
     config: ModelConfig
@@ -92,6 +95,7 @@ class Request:
     kv_dtype: str = "bf16"
     weights_format: str = "bf16"
     stored: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mesh | None = None
 
     @functools.cached_property
     def form(self) -> str:
@@ -146,6 +150,8 @@ class Request:
         form = self.form
         if self.constants and form != "plain":
             raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
+        if self.constants and self.mesh is not None:
+            raise CompileError("--weights constant: ranks of a mesh have different weights; take --weights input.")
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -172,24 +178,40 @@ class Request:
         check_kv_dtype(self.config, self.target, self.kv_dtype, sequence_pages * self.page)
         if "prefill" in self.phases and self.chunk > self.max_len:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
-        pages = self.rows * sequence_pages + 1 if self.pages is None else self.pages
+        if self.mesh is not None:
+            sparse = decoder.is_sparse(self.config, sequence_pages * self.page)
+            check_mesh(
+                self.config, self.mesh, phases=self.phases, rows=self.rows, chunk=self.chunk, pages=self.pages,
+                sparse=sparse,
+            )  # fmt: skip
+        slots, enough = self._pools(sequence_pages)
+        pages = enough if self.pages is None else self.pages
         self._check_pages(pages, sequence_pages)
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
-            slots=self.rows + 1, images=self._images(),
+            slots=slots, images=self._images(),
         )  # fmt: skip
         sizes = {"decode": 1, "prefill": self.chunk, "vision": self._patches}
         return tuple(replace(shape, phase=p, tokens=sizes[p]) for p in dict.fromkeys(self.phases))
 
+    def _pools(self, sequence_pages: int) -> tuple[int, int]:
+        """Slots, and pages that are enough for full sequences."""
+        if self.mesh is None:
+            return self.rows + 1, self.rows * sequence_pages + 1
+        return pools(rules_on(self.config, self.mesh, "decode"), self.rows, sequence_pages)
+
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
         """A pool must hold one sequence of the longest length, a page for each row, and the tokens of one step."""
-        tokens = self.rows * (self.chunk if "prefill" in self.phases else 1)
-        least = max(sequence_pages + 1, self.rows + 1, -(-tokens // self.page))
+        shards = 1 if self.mesh is None else self.mesh.data
+        rows = self.rows // shards
+        tokens = rows * (self.chunk if "prefill" in self.phases else 1)
+        least = max(sequence_pages + 1, rows + 1, -(-tokens // self.page)) * shards
         if pages < least:
+            whose = "" if shards == 1 else f" on each of dp={shards}"
             raise CompileError(
                 f"--pages {pages}: a sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
-                f"a step writes {tokens:,} tokens, and page 0 is nobody's; at least {least}, "
-                f"or {self.rows * sequence_pages + 1} for {self.rows} full sequences."
+                f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}, "
+                f"or {self._pools(sequence_pages)[1]} for {self.rows} full sequences."
             )
 
     @property
@@ -214,6 +236,7 @@ class Graph:
     Attributes:
         weights: parameter and recipe steps of each weight. origins: of each piece, for people and for `bisect`.
         choices: operators that lowerings chose, by piece.
+        stage: of a mesh; None: a graph of one rank. reads, gives: values of other stages, see `pipeline`.
     """
 
     bucket: Bucket
@@ -221,6 +244,13 @@ class Graph:
     weights: dict[str, tuple[str, tuple[Step, ...]]]
     origins: dict[str, Origins]
     choices: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
+    stage: int | None = None
+    reads: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.model.graph[0].name
 
 
 @dataclass
@@ -327,13 +357,14 @@ def stamp_graph(
     placed: Sequence[tuple[Use, Piece]],
     prototypes: Prototypes,
     outputs: Sequence[str] | None = None,
+    name: str = "",
 ) -> Graph:
     """Copy the pieces to their places, in order, and tie them together.
 
     Args:
-        outputs: names of values; those of the last part by default.
+        outputs: names of values; those of the last part by default. name: of the graph; the bucket's by default.
     """
-    assembly = Assembly(b.name)
+    assembly = Assembly(name or b.name)
     weights: dict[str, tuple[str, tuple[Step, ...]]] = {}
     values: dict[str, str] = {}
     for use, piece in placed:
@@ -378,7 +409,10 @@ class Compiled:
     def summary(self) -> str:
         nodes = sum(sum(g["ops"].values()) for g in self.manifest["graphs"])
         names = ", ".join(g["name"] for g in self.manifest["graphs"])
-        return f"{self.manifest['model']['name']} for {self.manifest['target']['name']}: {names} ({nodes:,} nodes)"
+        mesh = self.manifest["mesh"]
+        where = "" if mesh is None else f" on {mesh['text']} ({mesh['ranks']:,} ranks)"
+        model, target = self.manifest["model"]["name"], self.manifest["target"]["name"]
+        return f"{model} for {target}{where}: {names} ({nodes:,} nodes)"
 
     def text(self) -> str:
         m, s = self.manifest, self.manifest["state"]
@@ -387,6 +421,7 @@ class Compiled:
         return "\n".join(
             [
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
+                *mesh_lines(m),
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
@@ -403,8 +438,9 @@ class Compiled:
 def _memory(m: dict[str, Any]) -> str:
     """Weights and states beside what a die has."""
     weights, states, die = (m["memory"][part] for part in ("weights", "states", "die"))
-    fits = "" if weights + states <= die else "; NOT ENOUGH for one rank"
-    return f"{_size(weights)} of weights, {_size(states)} of states; a die has {_size(die)}{fits}"
+    one, most = ("one rank", "") if m["mesh"] is None else ("a rank", "the rank that holds most: ")
+    fits = "" if weights + states <= die else f"; NOT ENOUGH for {one}"
+    return f"{most}{_size(weights)} of weights, {_size(states)} of states; a die has {_size(die)}{fits}"
 
 
 def _size(size: int) -> str:
@@ -427,6 +463,7 @@ def compile_model(
     kv_dtype: str = "bf16",
     weights: str = "input",
     weights_format: str = "bf16",
+    mesh: Mesh | None = None,
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
@@ -438,22 +475,26 @@ def compile_model(
         checkpoint: where the weights lie; remembered beside the bundle's hashed content, for `verify`.
         weights: "input" (bound when the bundle is loaded) or "constant" (in the bundle, pointed to by the graphs).
         weights_format: of the routed experts, of `weight_formats.NAMES`.
+        mesh: of ranks that run it together: `batch` and the other numbers are those of all of them (`batch` by default
+            one row for each of `data`).
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
     """
     length = min(Request.max_len, config.max_len) if max_len is None else max_len
+    batch = mesh.data if batch is None and mesh is not None else batch
     given = {"rows": batch, "page": page, "pages": pages, "patches": patches}
     request = Request(
         config=config,
         target=target,
         phases=legal_phases(config) if phases is None else phases,
-        chunk=max(1, min(Request.chunk, length)) if chunk is None else chunk,
+        chunk=default_chunk(max(1, min(Request.chunk, length)), mesh) if chunk is None else chunk,
         max_len=length,
         constants=weights == "constant",
         kv_dtype=kv_dtype,
         weights_format=weights_format,
         stored=_stored_formats(config, checkpoint, weights_format),
+        mesh=mesh,
         **{name: value for name, value in given.items() if value is not None},
     )
     request.check()  # before anything expensive
@@ -496,19 +537,19 @@ def compile_bundle(
         The manifest.
     """
     clock = clock or Clock()
-    graphs = [build_graph(request, b, host, clock) for b in request.buckets()]
+    graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock)]
     sources = {name: made for g in graphs for name, made in g.weights.items()}
-    plan = weight_plan(request.config, [g.model for g in graphs], sources)
+    plan = weight_plan(request.config, [g.model for g in graphs], sources, request.mesh)
     if request.constants:
         constants.place(plan["weights"])
         graphs = [replace(g, model=constants.to_file_constants(g.model, plan["weights"])) for g in graphs]
     with clock.step("write"):
-        files = {f"{bundle.GRAPHS}/{g.bucket.name}.air": air.to_bytes(g.model) for g in graphs}
+        files = {f"{bundle.GRAPHS}/{g.name}.air": air.to_bytes(g.model) for g in graphs}
         files[bundle.WEIGHTS] = bundle.dump(plan)
-        files[bundle.SOURCES] = bundle.dump({g.bucket.name: g.origins for g in graphs})
+        files[bundle.SOURCES] = bundle.dump({g.name: g.origins for g in graphs})
         if checkpoint is not None:
             files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
-        manifest = make_manifest(request, host, graphs, files)
+        manifest = make_manifest(request, host, graphs, files, plan["weights"])
         if out is not None:
             with bundle.writing(out) as folder:
                 (folder / bundle.GRAPHS).mkdir()
@@ -523,12 +564,27 @@ def compile_bundle(
     return manifest
 
 
-def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes]) -> dict[str, Any]:
-    """What the bundle says of itself. `files`: bytes by name in the bundle."""
+def build_all(request: Request, b: Bucket, host: Host, clock: Clock) -> list[Graph]:
+    """The graphs of a bucket: one, or on a mesh one for each pipeline stage that has a part in it."""
+    if request.mesh is None:
+        return [build_graph(request, b, host, clock)]
+    from .pipeline import build_stages  # it is made of this module's functions
+
+    rules, stages = rules_on(request.config, request.mesh, b.phase), stages_on(request.config, request.mesh, b)
+    return [made.graph for made in build_stages(request, b, host, rules, stages, clock)]
+
+
+def make_manifest(
+    request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes], weights: dict[str, Any]
+) -> dict[str, Any]:
+    """What the bundle says of itself. `files`: bytes by name in the bundle; `weights`: of the weight plan."""
     import kimi_graph
 
-    c, b = request.config, graphs[0].bucket
+    c, b, mesh = request.config, graphs[0].bucket, request.mesh
     state = state_contract(c, b, [g.model for g in graphs], request.kv_dtype)
+    if mesh is not None:
+        state = shared_states(c, mesh, request.kv_dtype, b, state)
+    entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
@@ -540,18 +596,11 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
             "experts": request.form,
         },
         "state": state,
-        "memory": {
-            "weights": sum(w["bytes"] for w in json.loads(files[bundle.WEIGHTS])["weights"].values()),
-            "states": sum(math.prod(s["shape"]) * getattr(torch, s["dtype"]).itemsize for s in state["states"]),
-            "die": request.target.memory_bytes,
-        },
-        "graphs": [
-            graph_entry(g.bucket, g.model, name, files[name])
-            for g in graphs
-            for name in [f"{bundle.GRAPHS}/{g.bucket.name}.air"]
-        ],
+        "mesh": None if mesh is None else mesh_entry(c, mesh, zip(entries, [g.model for g in graphs], strict=True)),
+        "memory": memory_entry(weights, state, entries, request.target.memory_bytes),
+        "graphs": entries,
         "choices": [
-            {"graph": g.bucket.name, "part": part, **asdict(choice)}
+            {"graph": g.name, "part": part, **asdict(choice)}
             for g in graphs
             for part, choices in g.choices.items()
             for choice in choices
@@ -559,6 +608,13 @@ def make_manifest(request: Request, host: Host, graphs: list[Graph], files: dict
         "assumptions": list(c.assumptions),
         "unproved": unproved(graphs),
     }
+
+
+def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, bytes]) -> dict[str, Any]:
+    entry = graph_entry(g.bucket, g.model, file, files[file])
+    if request.mesh is None or g.stage is None:
+        return entry
+    return stage_entry(request.config, request.mesh, g.bucket, g.model, entry, g.stage)
 
 
 def unproved(graphs: list[Graph]) -> list[str]:

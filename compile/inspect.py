@@ -10,6 +10,7 @@ import torch
 from . import air
 from .bundle import SOURCES, Bundle, caches_text, open_bundle, read_json
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
+from .mesh_manifest import collective_lines, mesh_lines
 from .origins import Origins, source_of
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
@@ -37,6 +38,9 @@ class Contents:
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
+            *mesh_lines(m),
+            *_rules_lines(m),
+            *_rank_lines(m),
             f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, {held}",
             f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, "
             f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence"
@@ -74,6 +78,8 @@ def _graph_lines(g: dict[str, Any]) -> list[str]:
     outputs = ", ".join(f"{o['name']} {_shape(o)}" for o in g["outputs"])
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))
     lines = [head, f"  inputs   {inputs}", f"  outputs  {outputs}"]
+    if "stage" in g:
+        lines += collective_lines(g)
     cells = [f"{count:>6} {name}" for name, count in counts]
     width = max(map(len, cells)) + 2
     columns = max(1, 96 // width)
@@ -84,6 +90,42 @@ def _graph_lines(g: dict[str, Any]) -> list[str]:
 
 def _shape(entry: dict[str, Any]) -> str:
     return f"{entry['dtype']}{entry['shape']}"
+
+
+def _rules_lines(m: dict[str, Any]) -> list[str]:
+    """What is split, by mesh axes; what phases do differently is said once for each."""
+    if m["mesh"] is None:
+        return []
+    rules: dict[str, dict[str, list[str]]] = {}
+    for phase, mapping in m["mesh"]["rules"].items():
+        for axis, where in mapping.items():
+            if where != "whole":
+                rules.setdefault(where, {}).setdefault(axis, []).append(phase)
+    count = len(m["mesh"]["rules"])
+    return [
+        f"over {where}: "
+        + ", ".join(axis + (f" ({', '.join(p)})" if len(p) < count else "") for axis, p in sorted(axes.items()))
+        for where, axes in sorted(rules.items())
+    ]
+
+
+def _rank_lines(m: dict[str, Any]) -> list[str]:
+    """What a rank of each stage holds."""
+    if m["mesh"] is None:
+        return []
+    rows = [
+        f"a rank of stage {i} holds {held['weights']:,} bytes of weights and {held['states']:,} of states"
+        for i, held in enumerate(m["memory"]["stages"])
+    ]
+    shards = m["state"]["shards"]
+    first, last = shards[0], shards[-1]
+    words = f"{len(shards)} shards of rows: {_held(first)}" + (f" ... {_held(last)}" if len(shards) > 1 else "")
+    return [*rows, words]
+
+
+def _held(shard: dict[str, Any]) -> str:
+    ranges = ", ".join(f"{what} {shard[what][0]:,} to {shard[what][1] - 1:,}" for what in ("rows", "slots", "pages"))
+    return f"{len(shard['ranks']):,} ranks have {ranges}"
 
 
 def sizes(bundle: Bundle) -> dict[str, int]:

@@ -13,13 +13,16 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.config import ModelConfig
-from kimi_graph.errors import BundleError
+from kimi_graph.errors import BundleError, ShardingError
 from kimi_graph.models import decoder
+from kimi_graph.parallel import Mesh
+from kimi_graph.parallel.placement import place
 from kimi_graph.spec import ParamSpec
 
-from . import caches, recipe
+from . import caches, mesh_manifest, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
+from .meshes import rules_on
 from .phases import Bucket, graph_inputs
 from .recipe import Step
 
@@ -123,24 +126,64 @@ def state_contract(c: ModelConfig, b: Bucket, models: Iterable[ModelDef], kv_dty
     }
 
 
+def memory_entry(
+    weights: Mapping[str, Any], state: Mapping[str, Any], graphs: Iterable[Mapping[str, Any]], die: int | None
+) -> dict[str, Any]:
+    """Bytes of weights and states beside what a die has; on a mesh of the rank that holds most, and by stage."""
+
+    def size(s: Mapping[str, Any], shape: str) -> int:
+        return math.prod(s[shape]) * getattr(torch, s["dtype"]).itemsize
+
+    if "shards" not in state:
+        whole = {"weights": sum(w["bytes"] for w in weights.values())}
+        return whole | {"states": sum(size(s, "shape") for s in state["states"]), "die": die}
+    read: dict[int, set[str]] = {}
+    for entry in graphs:
+        read.setdefault(entry["stage"], set()).update(entry["weights"])
+    stages = [
+        {
+            "weights": sum(weights[name]["bytes"] for name in names),
+            "states": sum(size(s, "local") for s in state["states"] if s["stage"] == stage),
+        }
+        for stage, names in sorted(read.items())
+    ]
+    return max(stages, key=lambda s: s["weights"] + s["states"]) | {"die": die, "stages": stages}
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def weight_plan(
-    config: ModelConfig, models: Iterable[ModelDef], sources: Mapping[str, tuple[str, tuple[Step, ...]]]
+    config: ModelConfig,
+    models: Iterable[ModelDef],
+    sources: Mapping[str, tuple[str, tuple[Step, ...]]],
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """Every graph weight: the parameter, its checkpoint tensors, and the steps from there.
 
     Args:
-        sources: parameter and steps by weight.
+        sources: parameter and steps by weight. mesh: of several ranks, whose part of a parameter the steps start from.
     """
     specs = dict(tree.items(decoder.model_specs(config)))
     ops = {op.name: op for model in models for op in model.graph[0].op}
     plan = {
-        name: weight_entry(specs[path], path, ops[name].output_desc[0], steps)
+        name: weight_entry(specs[path], path, ops[name].output_desc[0], steps) | _over(config, specs[path], path, mesh)
         for name, (path, steps) in sources.items()
     }
-    return {"weights": plan, "generated": {name: list(kind) for name, kind in GENERATED.items() if name in ops}}
+    return {"weights": plan, "generated": generated_entry(ops)}
+
+
+def generated_entry(names: Iterable[str]) -> dict[str, list[Any]]:
+    """Of a graph's inputs those that no checkpoint holds: kind, and its size or mesh axes."""
+    own = {name: ["own_index", name.split(".")[1:]] for name in sorted(names) if name.startswith("own_index.")}
+    return {name: list(kind) for name, kind in GENERATED.items() if name in names} | own
+
+
+def _over(c: ModelConfig, spec: ParamSpec, path: str, mesh: Mesh | None) -> dict[str, Any]:
+    """Mesh axes that split each dimension of a parameter: rank r's part is cut before the first step."""
+    if mesh is None:
+        return {}
+    return {"over": [list(axes) for axes in place(path, spec, rules_on(c, mesh, "decode"), c.dtype).dims]}
 
 
 def weight_entry(spec: ParamSpec, path: str, desc: TensorDescriptor, steps: tuple[Step, ...]) -> dict[str, Any]:
@@ -170,26 +213,65 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     """
     manifest, where = bundle.manifest, bundle.folder / MANIFEST
     buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
+    mesh = mesh_of(manifest, where)
     kv_dtype = manifest["state"].get("kv_dtype")
     if kv_dtype not in caches.KV_DTYPES:
         raise BundleError(f"{where}: state.kv_dtype is {kv_dtype!r}; one of {', '.join(caches.KV_DTYPES)} expected.")
-    _compare(where, "state", manifest["state"], state_contract(config, buckets[0], models.values(), kv_dtype))
+    state = state_contract(config, buckets[0], models.values(), kv_dtype)
+    if mesh is not None:
+        state = mesh_manifest.shared_states(config, mesh, kv_dtype, buckets[0], state)
+    _compare(where, "state", manifest["state"], state)
     kept = {op.name: op.output_desc[0] for m in models.values() for op in m.graph[0].op if op.type == "RefData"}
     for s in manifest["state"]["states"]:
         if s["name"] in kept and _dtype(dtype_of(kept[s["name"]])) != s["dtype"]:
             found = _dtype(dtype_of(kept[s["name"]]))
             raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
-        if math.prod(s["shape"]) != math.prod(s["graph_shape"]):
+        if math.prod(s["shape" if mesh is None else "local"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
-        made = graph_entry(b, models[entry["name"]], entry["file"], b"") | {
-            key: entry[key] for key in ("bytes", "sha256")
-        }
+        made = described(config, mesh, b, models[entry["name"]], entry, where)
+        made |= {key: entry[key] for key in ("bytes", "sha256")}
         _compare(where, f"graphs.{index}", entry, made)
-        _compare(where, f"graphs.{index}.rows", b.rows, b.slots - 1)  # one for each row, and nobody's
-        _check_inputs(config, b, where, entry)
+        nobody = 1 if mesh is None else mesh.data
+        _compare(where, f"graphs.{index}.rows", b.rows, b.slots - nobody)  # one for each row, and nobody's
+        _check_inputs(config, b, where, entry, mesh)
         _check_numbers(models[entry["name"]], where, entry)
-    _check_plan(bundle, config, models.values())
+    if mesh is not None:
+        pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
+        _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(config, mesh, pairs))
+    _check_plan(bundle, config, models.values(), mesh)
+    memory = manifest.get("memory")
+    die = memory.get("die") if isinstance(memory, dict) else None
+    held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], die)
+    _compare(where, "memory", memory, held)
+
+
+def mesh_of(manifest: Mapping[str, Any], where: Any) -> Mesh | None:
+    """The mesh of a bundle; None: one rank.
+
+    Raises:
+        BundleError: what it says is no mesh.
+    """
+    entry = manifest.get("mesh")
+    if entry is None:
+        return None
+    try:
+        return Mesh.parse(entry["text"])
+    except (ShardingError, TypeError, KeyError, AttributeError) as error:
+        raise BundleError(f"{where}: mesh.text is no mesh: {error}") from None
+
+
+def described(
+    c: ModelConfig, mesh: Mesh | None, b: Bucket, model: ModelDef, entry: Mapping[str, Any], where: Any
+) -> dict[str, Any]:
+    """The entry of a graph, made anew."""
+    made = graph_entry(b, model, entry["file"], b"")
+    if mesh is None:
+        return made
+    stage = entry.get("stage")
+    if type(stage) is not int or not 0 <= stage < mesh.pipe:
+        raise BundleError(f"{where}: graph {entry['name']} is of stage {stage!r}; the mesh {mesh} has {mesh.pipe}.")
+    return mesh_manifest.stage_entry(c, mesh, b, model, made, stage)
 
 
 def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
@@ -214,13 +296,30 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any]) -> None:
-    """Inputs are those of the bucket's batch, and those that are generated."""
-    tensors = graph_inputs(c, b)
+def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any], mesh: Mesh | None) -> None:
+    """Inputs are those of the bucket's batch, those that are generated, and what other stages give."""
+    tensors = graph_inputs(c, b, entry.get("reads", ()))
     known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
     for i in entry["inputs"]:
-        if i["name"] not in GENERATED:
+        if mesh is not None:
+            _check_own_input(i, known, mesh, where, entry)
+        elif i["name"] not in GENERATED:
             _compare(where, f"inputs of {entry['name']}: {i['name']}", i, known.get(i["name"]))
+
+
+def _check_own_input(i: Mapping[str, Any], known: Any, mesh: Mesh, where: Any, entry: Mapping[str, Any]) -> None:
+    """An input of one rank: its part of the whole one, or where it stands."""
+    name, sizes = i["name"], [mesh.size(axes) for axes in i["over"]]
+    if name in GENERATED:
+        return
+    if name.startswith("own_index."):
+        made: Any = {"name": name, "shape": [1], "dtype": "int64"}
+    elif (whole := known.get(name)) is not None:
+        made = whole | {"shape": [n // size for n, size in zip(whole["shape"], sizes, strict=True)]}
+    else:
+        made = None
+    found = {key: i[key] for key in ("name", "shape", "dtype")}
+    _compare(where, f"inputs of {entry['name']}: {name}", found, made)
 
 
 def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> None:
@@ -233,7 +332,7 @@ def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> Non
             raise BundleError(f"{where}: {found}, there it has index {index[name]}.")
 
 
-def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef]) -> None:
+def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef], mesh: Mesh | None) -> None:
     specs = dict(tree.items(decoder.model_specs(config)))
     where, plan = bundle.folder / WEIGHTS, bundle.weights["weights"]
     forms = {recipe.form(recipe.from_json(entry["steps"])) for entry in plan.values()}
@@ -245,12 +344,15 @@ def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef])
             raise BundleError(f"{where}: weight {name} of the graphs is not made of a parameter of the model.")
         entry, spec, desc = plan[name], specs[plan[name]["parameter"]], ops[name].output_desc[0]
         steps = recipe.from_json(entry["steps"])
-        made = weight_entry(spec, entry["parameter"], desc, steps)
+        over = _over(config, spec, entry["parameter"], mesh)
+        made = weight_entry(spec, entry["parameter"], desc, steps) | over
         placed = {"offset": entry["offset"]} if ops[name].type == "FileConstant" else {}
         _compare(where, f"weights.{name}", entry, made | placed)
-        _check_steps(name, steps, torch.empty(spec.shape, dtype=spec.dtype or config.dtype, device="meta"), desc)
-    made = {name: list(kind) for name, kind in GENERATED.items() if name in ops}
-    _compare(where, "generated", bundle.weights["generated"], made)
+        shape = spec.shape
+        if mesh is not None:
+            shape = [n // mesh.size(axes) for n, axes in zip(shape, over["over"], strict=True)]
+        _check_steps(name, steps, torch.empty(shape, dtype=spec.dtype or config.dtype, device="meta"), desc)
+    _compare(where, "generated", bundle.weights["generated"], generated_entry(ops))
     if unused := sorted(set(plan) - set(ops)):
         raise BundleError(f"{where}: no graph reads {unused[0]}.")
 

@@ -4,7 +4,7 @@ A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static gra
 model's schedule; each kind of part is captured once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
 from kimi_graph.models.vision import run_vision_part, vision_part_params, vision_schedule
 from kimi_graph.parallel import Rules
+from kimi_graph.parallel.stages import Stage, parts_by_stage
 
 from .capture import Captured, capture
 from .passes import Folded, fold_weights, lower_einsum, simplify
@@ -55,6 +56,17 @@ class Bucket:
         if self.phase == "vision":
             return f"vision_n{self.tokens}"
         return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")
+
+
+def pools(rules: Rules, rows: int, sequence_pages: int) -> tuple[int, int]:
+    """Slots and pages of all ranks; every rank's pools have one more than its rows need, which is nobody's.
+
+    Args:
+        rows: of all ranks. sequence_pages: of one sequence, on all ranks that share it.
+    """
+    own = rows // rules.ways("batch")
+    pages = own * sequence_pages // rules.ways("cached") + 1
+    return (own + 1) * rules.ways("slots"), pages * rules.ways("pages")
 
 
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -237,12 +249,55 @@ def _value_shapes(c: ModelConfig, b: Bucket) -> Callable[[str], Tensor]:
     return shape
 
 
-def graph_inputs(c: ModelConfig, b: Bucket) -> dict[str, Tensor]:
-    """Every input a graph of the bucket may have, besides weights, states and generated ones."""
+def graph_inputs(c: ModelConfig, b: Bucket, crossing: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Every input a graph of the bucket may have, besides weights, states and generated ones.
+
+    Args:
+        crossing: values that other pipeline stages write.
+    """
     shapes, schedule = _value_shapes(c, b), uses(c, b)
-    written = {name for use in schedule for name in use.writes}
+    written = {name for use in schedule for name in use.writes} - set(crossing)
     values = {name: shapes(name) for use in schedule for name in use.reads if name not in written}
     return values | dict(tree.items(step_inputs(c, b)))
+
+
+def named_axes(c: ModelConfig, b: Bucket) -> Callable[[str], str]:
+    """Logical axes of an input or a result of a graph, by its name; weights and states have theirs in specs."""
+    known = dict(tree.items(step_axes(c, b)))
+    return lambda name: known.get(name) or value_axes(name, vision=b.phase == "vision")
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What one pipeline stage runs in a bucket.
+
+    Attributes:
+        parts: of the schedule, in order. gives: values, in the order of its outputs: what it writes that later stages
+            read, or the results of the last one.
+    """
+
+    stage: Stage
+    parts: tuple[Use, ...]
+    gives: tuple[str, ...]
+
+
+def stage_parts(c: ModelConfig, b: Bucket, stages: Sequence[Stage]) -> list[StageParts]:
+    """What every stage runs in a bucket; pictures are the first one's alone."""
+    schedule = uses(c, b)
+    if b.phase == "vision":
+        return [StageParts(stages[0], schedule, schedule[-1].writes)]
+    found = []
+    for stage, steps in zip(stages, parts_by_stage(schedule, [s.layers for s in stages]), strict=True):
+        own = tuple(use for use in steps if isinstance(use, Use))
+        written = {name for use in own for name in use.writes}
+        crossing = own[-1].writes if stage.edge is None else tuple(n for n in stage.edge.values if n in written)
+        found.append(StageParts(stage, own, crossing))
+    return found
+
+
+def written_values(c: ModelConfig, b: Bucket) -> set[str]:
+    """Values that parts of the schedule write; an input of that name comes from another stage."""
+    return {name for use in uses(c, b) for name in use.writes}
 
 
 def capture_pieces(c: ModelConfig, b: Bucket) -> dict[str, Captured]:

@@ -6,14 +6,13 @@ closed block of attention residuals) is handed on by whoever runs the stages.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kimi_graph.models.decoder import Use
 from kimi_graph.parallel import Rules
-from kimi_graph.parallel.stages import Stage, parts_by_stage
+from kimi_graph.parallel.stages import Stage
 
 from .driver import Clock, Graph, Request, build_pieces, check, stamp_graph
-from .phases import Bucket, uses
+from .phases import Bucket, stage_parts, written_values
 from .prototypes import Prototypes
 from .torchair_host import Host
 
@@ -44,24 +43,21 @@ def build_stages(
     prototypes = Prototypes(request.target.soc, host.root)
     pieces = build_pieces(request, b, host, prototypes, clock, rules)
     made = []
-    schedule = uses(request.config, b)
-    written = {name for use in schedule for name in use.writes}
-    for stage, steps in zip(stages, parts_by_stage(schedule, [s.layers for s in stages]), strict=True):
-        own = [use for use in steps if isinstance(use, Use)]
-        gives = _gives(stage, own)
+    written = written_values(request.config, b)
+    for part in stage_parts(request.config, b, stages):
+        name = stage_name(b, part.stage.index, len(stages))
         with clock.step("stamp"):
-            placed = [(use, pieces[use.part]) for use in own]
-            graph = stamp_graph(request.config, b, placed, prototypes, gives)
+            placed = [(use, pieces[use.part]) for use in part.parts]
+            graph = stamp_graph(request.config, b, placed, prototypes, part.gives, name)
         with clock.step("check"):
             check(graph, request.target, prototypes)
         inputs = [op.name for op in graph.model.graph[0].op if op.type == "Data"]
-        made.append(StageGraph(stage, graph, tuple(name for name in inputs if name in written), gives))
+        reads = tuple(name for name in inputs if name in written)
+        graph = replace(graph, stage=part.stage.index, reads=reads, gives=part.gives)
+        made.append(StageGraph(part.stage, graph, reads, part.gives))
     return made
 
 
-def _gives(stage: Stage, own: Sequence[Use]) -> tuple[str, ...]:
-    """What a stage writes that later ones read; the last one's results."""
-    if stage.edge is None:
-        return own[-1].writes
-    written = {name for use in own for name in use.writes}
-    return tuple(name for name in stage.edge.values if name in written)
+def stage_name(b: Bucket, stage: int, stages: int) -> str:
+    """What the graph of a stage is called: `decode_b2_s0`, without a number where there is one stage."""
+    return b.name if stages == 1 else f"{b.name}_s{stage}"

@@ -12,7 +12,7 @@ uses. Twice:
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .ge_proto import ModelDef, bytes_of, shape_of
 from .manifest import check_claims
+from .ranks import Plan
+from .verify_ranks import SELECTORS, MeshSide
 from .weight_formats import as_read
 
 E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
@@ -64,6 +66,10 @@ class Step:
         """All a graph reads besides weights and states."""
         what = "tables" if self.phase == "vision" else "batch"
         return self.inputs | {f"{what}.{name}": x for name, x in tree.items(self.batch)}
+
+    def given(self, mode: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """`named` as graphs take it: float64 in exact mode, else in the graph's own dtypes; `dtype`: the model's."""
+        return {name: x if mode == "exact" else _narrow(name, x, dtype) for name, x in self.named.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +336,14 @@ def _pictures(entry: dict[str, Any], config: ModelConfig, generator: torch.Gener
 
 def row_capacity(contract: dict[str, Any], rows: int) -> int:
     """Tokens that every row can hold at once."""
-    return min(contract["tokens_per_sequence"], (contract["pages"] - 1) // rows * contract["page_tokens"])
+    shards = _shards(contract)
+    pages = (contract["pages"] // shards - 1) // (rows // shards)
+    return min(contract["tokens_per_sequence"], pages * contract["page_tokens"])
+
+
+def _shards(contract: dict[str, Any]) -> int:
+    """Into how many pools the slots and pages fall: one, or one for each shard of rows on a mesh."""
+    return len(contract.get("shards", [None]))
 
 
 def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Tensor]:
@@ -353,12 +366,16 @@ def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Te
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Pages and slots in scrambled order: a graph that ignores the tables cannot pass."""
-    per_row = min(contract["pages_per_sequence"], (contract["pages"] - 1) // rows)
-    order = torch.randperm(contract["pages"] - 1, generator=generator) + 1
+    shards = _shards(contract)
+    pages, places, own = (n // shards for n in (contract["pages"], contract["slots"], rows))
+    per_row = min(contract["pages_per_sequence"], (pages - 1) // own)
     table = torch.zeros(rows, contract["pages_per_sequence"], dtype=torch.int32)
-    table[:, :per_row] = order[: rows * per_row].view(rows, per_row).int()
-    slots = (torch.randperm(contract["slots"] - 1, generator=generator)[:rows] + 1).int()
-    return table, slots
+    slots = []
+    for shard in range(shards):
+        order = torch.randperm(pages - 1, generator=generator) + 1 + shard * pages
+        table[shard * own : (shard + 1) * own, :per_row] = order[: own * per_row].view(own, per_row).int()
+        slots.append(torch.randperm(places - 1, generator=generator)[:own] + 1 + shard * places)
+    return table, torch.cat(slots).int()
 
 
 # ---- both sides ------------------------------------------------------------------------------------------------------
@@ -373,6 +390,17 @@ class ModelSide:
             config, slots=contract["slots"], pages=contract["pages"], page=contract["page_tokens"], dtype=torch.float64
         )
         self.states = tree.map(lambda s: torch.zeros(s.shape, dtype=torch.float64), specs)
+        self.pools = {
+            f"s.layers.{i}.{layer.kinds[0]}.{leaf}": spec.axes[0]
+            for i, (layer, state) in enumerate(zip(config.layers, specs, strict=True))
+            for leaf, spec in tree.items(state)
+        }
+        self.shards = _shards(contract)
+
+    def owned(self, name: str, x: Tensor) -> Tensor:
+        """A state without slot 0 and page 0, which are nobody's, of every shard."""
+        assert self.pools[name] in ("slots", "pages"), name
+        return x.unflatten(0, (self.shards, -1))[:, 1:]
 
     def step(self, step: Step) -> Tensor:
         """Logits `[rows, vocab]` of each row's last token, and the states move on; or a picture's embeddings."""
@@ -410,7 +438,7 @@ class GraphSide:
     def __init__(
         self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, packed: Packed | None = None
     ) -> None:
-        self.mode, self.dtype = mode, params.embed.dtype
+        self.mode = mode
         self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
@@ -430,20 +458,32 @@ class GraphSide:
             for s in bundle.manifest["state"]["states"]
         }
 
-    def step(self, step: Step, selections: Selections, observe: Any = None) -> Tensor:
+    @property
+    def types(self) -> set[str]:
+        """Operator types that run."""
+        return set().union(*(g.types for g in self.graphs.values()))
+
+    def selections(self) -> Selections:
+        return Selections()
+
+    def step(self, phase: str, given: Mapping[str, Tensor], selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
-        executor = self.graphs[step.phase]
-        given = self.inputs[step.phase] | step.named
-        if self.mode == "native":
-            given = {name: _narrow(name, x, self.dtype) for name, x in given.items()}
+        executor = self.graphs[phase]
+        given = self.inputs[phase] | dict(given)
         missing = [name for name in executor.inputs if name not in given]
         if missing:
-            raise BundleError(f"graph {step.phase}: nobody knows what its input {missing[0]!r} is.")
+            raise BundleError(f"graph {phase}: nobody knows what its input {missing[0]!r} is.")
         states = {name: self.states[name] for name in executor.states}
         inputs = {name: given[name] for name in executor.inputs}
         ran = executor.run(inputs, states, self.mode, selections=selections, observe=observe)
         self.states |= ran.states
         return ran.outputs[0]
+
+    def choices(self, phase: str, selections: Selections) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of a replayed step, by layer: the keys that the graph selects itself, and those of the exact run."""
+        for name, own in selections.own.items():
+            if self.graphs[phase].nodes[name].type in SELECTORS:
+                yield name, own[:, :, 0], selections.chosen[name][:, :, 0]
 
     def take(self, states: dict[str, Tensor]) -> None:
         """Start from the model's states."""
@@ -453,6 +493,14 @@ class GraphSide:
     def named_states(self) -> dict[str, Tensor]:
         """What the states hold, under the model's names; dimensions as the graphs have them."""
         return model_states(self.config, self.kv_dtype, self.states)
+
+
+def make_sides(bundle: Bundle, config: ModelConfig, params: Mapping[str, Any], packed: Packed) -> dict[str, Any]:
+    """The bundle's graphs in every mode: of one rank, or of all ranks of a mesh in lockstep."""
+    if bundle.manifest["mesh"] is None:
+        return {mode: GraphSide(bundle, config, p, mode, packed) for mode, p in params.items()}
+    plan = Plan.read(bundle, config)
+    return {mode: MeshSide(bundle, config, p, mode, packed.checkpoint, plan) for mode, p in params.items()}
 
 
 def _narrow(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -539,9 +587,6 @@ class Comparison:
         self.worst[kind] = dataclasses.replace(old, count=count)
 
 
-SELECTORS = ("LightningIndexer", "QuantLightningIndexer")
-
-
 @dataclass
 class Overlaps:
     """Collects shares of keys by layer, and the shares that a selection at random would have."""
@@ -549,12 +594,9 @@ class Overlaps:
     shares: dict[str, list[float]] = field(default_factory=dict)
     chances: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, step: Step, graph: Executor, selections: Selections) -> None:
+    def add(self, step: Step, choices: Iterable[tuple[str, Tensor, Tensor]]) -> None:
         """Of a replayed step: queries without a choice (they see no more keys than are selected) do not count."""
-        for name, own in selections.own.items():
-            if graph.nodes[name].type not in SELECTORS:
-                continue
-            own, exact = own[:, :, 0], selections.chosen[name][:, :, 0]
+        for name, own, exact in choices:
             place = torch.arange(own.shape[1])
             seen = (step.batch.lengths - step.batch.counts)[:, None] + place + 1
             chose = (seen > own.shape[2]) & (place < step.batch.counts[:, None])
@@ -600,16 +642,19 @@ def compare(
     steps: int,
     seed: int,
     notify: Notify,
+    ran: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Run the script through the model and through the graphs of every mode, side by side."""
+    """Run the script through the model and through the graphs of every mode, side by side.
+
+    Args:
+        ran: the graphs' side of every mode, where it is not run here (`verify_processes`).
+    """
     stored = load_params(checkpoint, config, dtype=torch.float64)
     packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
     params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
-    graphs = {
-        "exact": GraphSide(bundle, config, params, "exact", packed),
-        "native": GraphSide(bundle, config, load_params(checkpoint, config), "native", packed),
-    }
+    both = {"exact": params, "native": load_params(checkpoint, config)}
+    graphs = dict(ran) if ran is not None else make_sides(bundle, config, both, packed)
     kv_dtype, experts = bundle.manifest["state"]["kv_dtype"], bundle.manifest["weights"]["experts"]
     plain, allowed = (cache_tolerance(config, x, experts) for x in ("bf16", kv_dtype))
     overlaps = Overlaps()
@@ -630,21 +675,23 @@ def compare(
             for side in graphs.values():
                 side.take(model.named_states())
             continue
-        chosen = Selections()
+        chosen = graphs["exact"].selections()
         for mode, side in graphs.items():
             selections = chosen if mode == "exact" else chosen.replay()
-            found = side.step(step, selections)
-            overlaps.add(step, side.graphs[step.phase], selections)
+            found = side.step(step.phase, step.given(mode, config.dtype), selections)
+            overlaps.add(step, side.choices(step.phase, selections))
             where = f"step {index} ({step.phase})"
             what = "embeddings" if step.phase == "vision" else "logits"
             comparisons[mode].add(what, where, found[step.used], logits[step.used])
             if step.phase == "vision":
                 continue
             states = side.named_states()
+            if states is None:  # of processes: after the last step
+                continue
             for name, value in model.named_states().items():
                 mine = states[name].reshape(value.shape)
-                comparisons[mode].add(name, where, mine[1:], value[1:])  # slot 0 and page 0 are nobody's
-    types = sorted(set().union(*(g.types for g in graphs["exact"].graphs.values())))
+                comparisons[mode].add(name, where, model.owned(name, mine), model.owned(name, value))
+    types = sorted(graphs["exact"].types)
     rows = [row for mode in graphs if mode in modes for row in comparisons[mode].worst.values()]
     return Report(rows, len(todo), provenance_counts(types), notes=loss.notes(), overlaps=overlaps.rows())
 
@@ -685,6 +732,22 @@ def _check_steps(bundle: Bundle, steps: int) -> None:
         )
 
 
+def bundle_config(bundle: Bundle) -> ModelConfig:
+    """The model that a bundle was made of.
+
+    Raises:
+        BundleError: it is not the one that the manifest names.
+    """
+    source = bundle.manifest["model"]
+    config = parse_config(source["config"], origin=f"{bundle.folder}: manifest.json, model.config", name=source["name"])
+    if config.fingerprint != source["fingerprint"]:
+        raise BundleError(
+            f"{bundle.folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
+            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
+        )
+    return config
+
+
 def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
@@ -697,6 +760,7 @@ def verify_bundle(
     modes: tuple[str, ...] = ("exact", "native"),
     seed: int = 0,
     bisect: bool = False,
+    processes: bool = False,
     progress: Notify = silent,
 ) -> Report:
     """Execute a bundle and compare it with its model.
@@ -704,24 +768,33 @@ def verify_bundle(
     Args:
         checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
         bisect: where something differs, name the first node.
+        processes: of a mesh, run every rank in a process of its own.
 
     Raises:
         KimiGraphError: a damaged bundle, or weights that are not the model's.
     """
     bundle = open_bundle(folder)
-    source = bundle.manifest["model"]
-    config = parse_config(source["config"], origin=f"{folder}: manifest.json, model.config", name=source["name"])
-    if config.fingerprint != source["fingerprint"]:
-        raise BundleError(
-            f"{folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
-            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
-        )
+    config = bundle_config(bundle)
     _check_steps(bundle, steps)
     graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
     check_claims(bundle, config, graphs)
     bundle.check_constants()
-    report = compare(bundle, config, find_checkpoint(bundle, checkpoint), modes, steps, seed, progress)
-    if bisect and not report.passed:
+    weights = find_checkpoint(bundle, checkpoint)
+    if not processes:
+        report = compare(bundle, config, weights, modes, steps, seed, progress)
+    else:
+        from .verify_processes import Processes  # whose processes read this module
+
+        if bundle.manifest["mesh"] is None:
+            raise VerifyError(f"--processes: {bundle.folder} is of one rank; compile it with --mesh.")
+        if "prefill" not in {g["phase"] for g in bundle.manifest["graphs"]}:
+            raise VerifyError("--processes: needs a bundle with prefill; its ranks start from nothing.")
+        with Processes(bundle, config, weights, steps, seed) as ran:
+            report = compare(bundle, config, weights, modes, steps, seed, progress, ran)
+            report.notes.append(f"{bundle.manifest['mesh']['ranks']} ranks, each in a process of its own, over gloo")
+    if bisect and not report.passed and bundle.manifest["mesh"] is not None:
+        report.difference = "--bisect names a node of a bundle of one rank; this one is of a mesh."
+    elif bisect and not report.passed:
         from .bisect import first_difference
 
         params = load_params(find_checkpoint(bundle, checkpoint), config, dtype=torch.float64)

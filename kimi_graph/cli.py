@@ -46,6 +46,7 @@ A deployment, in order:
   kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
   kimi-graph check build/tiny                                     does it hold the model, and how
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
+  kimi-graph lint build/tiny-a3                                   what the files alone prove
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
 
 kimi-graph COMMAND --help says more.
@@ -288,12 +289,17 @@ def compile(  # noqa: A001 (the command's name)
         Path | None,
         typer.Option("-o", "--out", metavar="DIR", help="The bundle's folder; an older bundle there is replaced."),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
+    ] = None,
     phase: Annotated[
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(metavar="B", min=1, help="Sequences of a step. Default: chosen and printed.")
+        int | None,
+        typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
     ] = None,
     chunk: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: chosen and printed.")
@@ -362,6 +368,7 @@ def compile(  # noqa: A001 (the command's name)
         profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
+        from kimi_graph.parallel.mesh import Mesh
 
         made = compile_model(
             _load_config(model),
@@ -378,6 +385,7 @@ def compile(  # noqa: A001 (the command's name)
             weights=weights,
             weights_format=weights_format,
             kv_dtype=kv_dtype,
+            mesh=None if mesh is None else Mesh.parse(mesh),
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,
@@ -560,6 +568,42 @@ def check(
 
 
 @command
+def lint(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    torch_npu_wheel: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Wheel to take prototypes from. Default: fetched once, announced."),
+    ] = None,
+    cache_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
+    collectives in the same order, with the same sizes; what a pipeline stage reads an earlier one gives. No weights.
+    Exit code 1 if something does not hold.
+
+    \b
+    kimi-graph lint build/tiny-a3
+    """
+    started = time.perf_counter()
+    with _without_collecting():
+        from kimi_graph.compile.lint import lint_bundle
+        from kimi_graph.compile.torchair_host import default_cache, load
+
+        host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
+        report = lint_bundle(bundle, host.root)
+    if report.passed or as_json:
+        _show(report, as_json=as_json, started=started)
+    else:
+        print(report.text())
+        _fail(report.summary)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@command
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
     checkpoint: Annotated[
@@ -577,6 +621,9 @@ def verify(
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of the tokens that are read.")] = 0,
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Name the first node that differs, with its source line.")
+    ] = False,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Of a mesh: every rank in a process of its own, over gloo.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -598,6 +645,7 @@ def verify(
             modes=_split(mode),
             seed=seed,
             bisect=bisect,
+            processes=processes,
             progress=progress,
         )
     if report.passed or as_json:

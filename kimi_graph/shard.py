@@ -17,7 +17,7 @@ from typing import Any
 from . import formats, tree
 from .check import ORDER
 from .checkpoint import released_formats
-from .compile.phases import Bucket, sharded_piece_tracer, uses
+from .compile.phases import Bucket, pools, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
 from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
 from .errors import ShardingError
@@ -279,12 +279,7 @@ def _chunk(r: Request) -> int:
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
-    lines = [f"{r.config.name} cannot be on {r.mesh}:", *(f"  {fault}" for fault in found)]
-    if any("tensor" in directions(r.mesh, fault.over) for fault in found):
-        best = legality.nearest_tensor(sizes, r.mesh, r.rules)
-        if best is not None:
-            lines.append(f"  The nearest tp at which everything divides, nothing padded: {best}.")
-    return "\n".join(lines)
+    return legality.refusal(r.config.name, r.mesh, sizes, found, r.rules)
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -310,10 +305,8 @@ def _place_states(r: Request, rules: Rules, pages: int) -> dict[str, Placement]:
 
 
 def _pools(r: Request, rules: Rules, pages: int) -> tuple[int, int]:
-    """Slots and pages of all ranks. Every rank's pools have one more than its sequences need, which is nobody's."""
-    rows = r.rows // r.mesh.data
-    pool = rows * pages // rules.ways("cached") + 1
-    return (rows + 1) * rules.ways("slots"), pool * rules.ways("pages")
+    """Slots and pages of all ranks."""
+    return pools(rules, r.rows, pages)
 
 
 # ---- by kind and by stage --------------------------------------------------------------------------------------------

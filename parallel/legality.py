@@ -109,6 +109,23 @@ def require(found: Iterable[Fault]) -> None:
         raise ShardingError("\n".join(lines))
 
 
+def refusal(
+    name: str, mesh: Mesh, sizes: Iterable[Size], found: Iterable[Fault], rules_of: Callable[[Mesh], Rules]
+) -> str:
+    """Why a model cannot be on a mesh: every fault, and the tensor axis at which there is none.
+
+    Args:
+        sizes: of the parameters. rules_of: rules on a mesh.
+    """
+    found = list(found)
+    lines = [f"{name} cannot be on {mesh}:", *(f"  {fault}" for fault in found)]
+    if any("tensor" in directions(mesh, fault.over) for fault in found):
+        best = nearest_tensor(sizes, mesh, rules_of)
+        if best is not None:
+            lines.append(f"  The nearest tp at which everything divides, nothing padded: {best}.")
+    return "\n".join(lines)
+
+
 def pad(sizes: Iterable[Size], rules: Rules) -> dict[tuple[str, int], int]:
     """Physical sizes of the axes that may be padded and do not divide: the vocabulary and experts.
 

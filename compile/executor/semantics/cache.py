@@ -40,4 +40,5 @@ def _write(op: Op, cache: Tensor, new: Tensor, slots: Tensor) -> None:
         return
     written = slots >= 0
     op.require(not written.any() or int(slots.max()) < rows, f"a slot outside 0..{rows - 1}")
-    cache.view(rows, *cache.shape[2:])[slots[written].long()] = new[written]
+    # The last of several tokens with one slot (padding) stays, whatever the number of threads; so ranks agree.
+    cache.view(rows, *cache.shape[2:]).index_copy_(0, slots[written].long(), new[written])

@@ -1,0 +1,257 @@
+"""What each rank of a bundle has and does: its weights by its recipes, its part of inputs and states, its graphs.
+
+One `Rank` is a rank's side of a deployment, made of the bundle's files alone. `verify` runs all of them in lockstep in
+one process, or each in a process of its own; both drive the same object:
+
+    run = rank.start(step)            # what Executor.steps is: stops at every collective
+    rank.finish(step, ran)            # its states move on; what it gives is there for later stages
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_graph import tree
+from kimi_graph.checkpoint import Checkpoint, load_packed
+from kimi_graph.config import ModelConfig
+from kimi_graph.errors import BundleError
+from kimi_graph.models import decoder
+from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.parallel.mesh import Axes
+from kimi_graph.spec import ParamSpec
+
+from . import air, recipe
+from .bundle import MANIFEST, Bundle
+from .executor import Executor, Ran, Selections
+from .executor.lockstep import Groups, Steps
+from .ge_proto import ModelDef, TensorDescriptor, bytes_of, shape_of
+from .manifest import mesh_of
+from .mesh_manifest import as_dims, own_axes
+from .meshes import rules_on
+from .weight_formats import as_read
+
+CAUSAL = "causal_mask"
+
+
+def cut(x: Tensor, dims: Sequence[Axes], mesh: Mesh, rank: int) -> Tensor:
+    """A rank's part of a tensor."""
+    for dim, axes in enumerate(dims):
+        if axes:
+            size = x.shape[dim] // mesh.size(axes)
+            x = x.narrow(dim, mesh.index(rank, axes) * size, size)
+    return x
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Weights:
+    """Makes the weights of every rank by a bundle's plan; ranks that hold the same part share it.
+
+    Attributes:
+        params: parameters by path. specs: of the model, by path. checkpoint: where packed weights are read from.
+    """
+
+    bundle: Bundle
+    mesh: Mesh
+    params: Mapping[str, Tensor]
+    specs: Mapping[str, ParamSpec]
+    checkpoint: Checkpoint
+    made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+
+    def of(self, model: ModelDef, rank: int) -> dict[str, Tensor]:
+        """The weights that a graph reads on a rank, by name.
+
+        Raises:
+            BundleError: a weight the plan does not know, or does not make in the size the graph reads.
+        """
+        return {
+            op.name: self._weight(op.name, op.output_desc[0], rank)
+            for op in model.graph[0].op
+            if op.type == "Data" and op.name.startswith("p.")
+        }
+
+    def _weight(self, name: str, desc: TensorDescriptor, rank: int) -> Tensor:
+        entry = self.bundle.weights["weights"].get(name)
+        if entry is None or entry["parameter"] not in self.params:
+            raise BundleError(f"weight {name}: the weight plan or the model does not have it.")
+        dims = as_dims(entry["over"])
+        # Phases may read one weight in two shapes of the same bytes.
+        key = name, shape_of(desc), *(self.mesh.index(rank, axes) for axes in dims)
+        if key not in self.made:
+            self.made[key] = self._make(name, entry, dims, desc, rank)
+        return self.made[key]
+
+    def _make(
+        self, name: str, entry: Mapping[str, Any], dims: Sequence[Axes], desc: TensorDescriptor, rank: int
+    ) -> Tensor:
+        """A rank's part of the parameter, then the steps. Of experts that are packed, the rank's own ones."""
+        steps, path = recipe.from_json(entry["steps"]), entry["parameter"]
+        form = recipe.form(steps)
+        if form is None:
+            made = recipe.apply(steps, cut(self.params[path], dims, self.mesh, rank).contiguous())
+            fits = made.numel() == torch.Size(shape_of(desc)).numel()
+        else:
+            parts = self._packed(path, form)
+            packed = cut(parts[steps[0].args[1]], dims[:1], self.mesh, rank)
+            made = recipe.apply(steps[1:], packed).contiguous().view(torch.uint8)
+            fits = made.numel() == bytes_of(desc)
+        if not fits:
+            found, read = list(made.shape), list(shape_of(desc))
+            raise BundleError(f"weight {name} of rank {rank}: the plan makes {found}, the graph reads {read}.")
+        return made.reshape(shape_of(desc)) if form is None else as_read(desc, made)
+
+    @functools.cached_property
+    def _read(self) -> dict[tuple[str, str], dict[str, Tensor]]:
+        return {}
+
+    def _packed(self, path: str, form: str) -> dict[str, Tensor]:
+        if (path, form) not in self._read:
+            self._read[path, form] = load_packed(self.specs[path], self.checkpoint, form)
+        return self._read[path, form]
+
+
+def rank_bytes(bundle: Bundle) -> list[dict[str, int]]:
+    """Bytes of weights and states that a rank of each stage holds."""
+    return bundle.manifest["memory"]["stages"]
+
+
+# ---- a rank ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A bundle of a mesh, read: its mesh, and the graph of each phase and stage."""
+
+    bundle: Bundle
+    config: ModelConfig
+    mesh: Mesh
+    entries: Mapping[tuple[str, int], Mapping[str, Any]]
+    models: Mapping[tuple[str, int], ModelDef]
+    executors: Mapping[tuple[str, int], Executor]
+
+    @staticmethod
+    def read(bundle: Bundle, config: ModelConfig) -> "Plan":
+        """All graphs, from their files."""
+        mesh = mesh_of(bundle.manifest, bundle.folder / MANIFEST)
+        assert mesh is not None
+        entries = {(g["phase"], g["stage"]): g for g in bundle.manifest["graphs"]}
+        models = {key: air.from_bytes(bundle.graph_bytes(g), g["file"]) for key, g in entries.items()}
+        return Plan(bundle, config, mesh, entries, models, {key: Executor(m) for key, m in models.items()})
+
+    def stages(self, phase: str) -> list[int]:
+        """Those that have a part in a phase, in order."""
+        return sorted(stage for name, stage in self.entries if name == phase)
+
+    def ranks(self, stage: int) -> range:
+        """The ranks of a stage."""
+        world = self.mesh.stage.world
+        return range(stage * world, (stage + 1) * world)
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.mesh.stage.world
+
+    def rules(self, phase: str) -> Rules:
+        return rules_on(self.config, self.mesh, phase)
+
+    def groups(self) -> Groups:
+        """Rank lists of a group, as the manifest has them."""
+        known = self.bundle.manifest["mesh"]["groups"]
+
+        def ranks(name: str) -> list[list[int]]:
+            if name not in known:
+                raise BundleError(f"group {name!r} of the graphs is not in the manifest.")
+            return known[name]
+
+        return ranks
+
+    def shard(self, rank: int) -> Mapping[str, Any]:
+        """The rows, slots and pages of a rank."""
+        return next(s for s in self.bundle.manifest["state"]["shards"] if rank in s["ranks"])
+
+
+class Rank:
+    """One rank of a bundle: graphs, weights, states and what it has got from other stages.
+
+    Args:
+        mode: of the executor.
+    """
+
+    def __init__(self, plan: Plan, rank: int, weights: Weights, mode: str) -> None:
+        self.plan, self.rank, self.mode = plan, rank, mode
+        self.stage = plan.stage_of(rank)
+        self.phases = [phase for phase, stage in plan.entries if stage == self.stage]
+        self.weights = {phase: weights.of(plan.models[phase, self.stage], rank) for phase in self.phases}
+        self.states = {
+            s["name"]: torch.zeros(
+                s["graph_shape"], dtype=torch.float64 if mode == "exact" else getattr(torch, s["dtype"])
+            )
+            for s in plan.bundle.manifest["state"]["states"]
+            if s["stage"] == self.stage
+        }
+        self.crossed: dict[str, Tensor] = {}
+
+    def start(self, phase: str, given: Mapping[str, Tensor], selections: Selections) -> Steps:
+        """A step of the phase, which stops at every collective.
+
+        Args:
+            given: whole inputs by name, with slots and pages counted through all shards.
+        """
+        executor, entry = self.plan.executors[phase, self.stage], self.plan.entries[phase, self.stage]
+        described = {i["name"]: i for i in entry["inputs"]}
+        inputs = {
+            name: self.weights[phase][name] if name in self.weights[phase] else self._input(described[name], given)
+            for name in executor.inputs
+        }
+        states = {name: self.states[name] for name in executor.states}
+        return executor.steps(inputs, states, self.mode, selections=selections)
+
+    def finish(self, phase: str, ran: Ran) -> dict[str, Tensor]:
+        """Move on after a step; what the rank gives, by name."""
+        self.states |= ran.states
+        return dict(zip(self.plan.entries[phase, self.stage]["gives"], ran.outputs, strict=True))
+
+    def _input(self, entry: Mapping[str, Any], given: Mapping[str, Tensor]) -> Tensor:
+        name, mesh = entry["name"], self.plan.mesh
+        if name in self.crossed:
+            return self.crossed[name]
+        if name.startswith("own_index."):
+            return torch.tensor([mesh.index(self.rank, own_axes(name))])
+        if name == CAUSAL:
+            return torch.ones(*entry["shape"], dtype=torch.bool).triu(1)
+        if name not in given:
+            raise BundleError(f"rank {self.rank}: nobody knows what its input {name!r} is.")
+        return self._within(name, cut(given[name], as_dims(entry["over"]), mesh, self.rank)).contiguous()
+
+    def _within(self, name: str, ids: Tensor) -> Tensor:
+        """Slots and pages as they count within the rank's shard; those of nobody stay so."""
+        unit = {"batch.slots": ("slots", 1), "batch.block_table": ("pages", 1)}
+        unit["batch.slot_mapping"] = "pages", self.plan.bundle.manifest["state"]["page_tokens"]
+        if name not in unit:
+            return ids
+        what, size = unit[name]
+        first = self.plan.shard(self.rank)[what][0] * size
+        return torch.where(ids >= first, ids - first, ids).to(ids.dtype)
+
+
+def make_ranks(plan: Plan, ranks: Sequence[int], params: Any, checkpoint: Checkpoint, mode: str) -> list[Rank]:
+    """Ranks with their weights, made of parameters (float64 parameters stay float64)."""
+    specs = dict(tree.items(decoder.model_specs(plan.config)))
+    weights = Weights(plan.bundle, plan.mesh, dict(tree.items(params)), specs, checkpoint)
+    return [Rank(plan, rank, weights, mode) for rank in ranks]
+
+
+def handed_on(plan: Plan, phase: str, stage: int, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the values that a stage has and gives, those that a later one reads."""
+    later = {name for s in plan.stages(phase) if s > stage for name in plan.entries[phase, s]["reads"]}
+    return {name: value for name, value in values.items() if name in later}
+
+
+def results(plan: Plan, phase: str) -> Iterator[Mapping[str, Any]]:
+    """What the last stage of a phase gives, as the manifest describes it."""
+    yield from plan.entries[phase, plan.stages(phase)[-1]]["outputs"]

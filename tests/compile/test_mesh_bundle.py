@@ -1,0 +1,317 @@
+"""Bundles of a mesh: what compile writes, verify and lint find, and what they notice."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kimi_graph.compile import air
+from kimi_graph.compile.bundle import GRAPHS, MANIFEST, WEIGHTS, dump, file_hash, open_bundle, read_json
+from kimi_graph.compile.cost import inspect_cost
+from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.inspect import inspect_bundle
+from kimi_graph.compile.lint import lint_bundle
+from kimi_graph.compile.ranks import Plan
+from kimi_graph.compile.targets import target
+from kimi_graph.compile.verify import bundle_config, verify_bundle
+from kimi_graph.errors import BundleError, CompileError, ShardingError, VerifyError
+from kimi_graph.parallel import Mesh
+
+
+@pytest.fixture(scope="module")
+def on_mesh(family_bundle):
+    """`on_mesh("tp=2")`: the bundle of a small model on a mesh, made when first asked for. Read only."""
+
+    @functools.cache
+    def made(mesh: str, name: str = "kimi-linear-48b", **options) -> Path:
+        return family_bundle(f"{name}", "a3", mesh=Mesh.parse(mesh), **{"batch": 4} | options)
+
+    return made
+
+
+@pytest.fixture
+def copy(on_mesh, tmp_path):
+    """A bundle of two stages of two ranks that may be changed."""
+    return Path(shutil.copytree(on_mesh("pp=2,tp=2"), tmp_path / "bundle"))
+
+
+def change_manifest(folder: Path, change) -> None:
+    manifest = read_json(folder / MANIFEST)
+    change(manifest)
+    (folder / MANIFEST).write_bytes(dump(manifest))
+
+
+def change_graph(folder: Path, name: str, change) -> None:
+    """Change a graph's file, and the manifest's hash with it."""
+    file = folder / GRAPHS / f"{name}.air"
+    model = air.from_bytes(file.read_bytes(), file.name)
+    change(model.graph[0])
+    file.write_bytes(air.to_bytes(model))
+
+    def note(manifest) -> None:
+        (entry,) = [g for g in manifest["graphs"] if g["name"] == name]
+        entry |= {"sha256": file_hash(file), "bytes": file.stat().st_size}
+
+    change_manifest(folder, note)
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_graph_for_each_stage_and_phase(on_mesh):
+    manifest = open_bundle(on_mesh("pp=2,tp=2")).manifest
+    names = [g["name"] for g in manifest["graphs"]]
+    assert names == ["prefill_b4_t16_s0", "prefill_b4_t16_s1", "decode_b4_s0", "decode_b4_s1"]
+    assert [g["stage"] for g in manifest["graphs"]] == [0, 1, 0, 1]
+    first, last = manifest["graphs"][2:]
+    assert first["reads"] == [] and last["reads"] == first["gives"] and last["gives"] == ["logits"]
+
+
+def test_the_manifest_says_ranks_groups_rules_and_collectives(on_mesh):
+    manifest = open_bundle(on_mesh("pp=2,dp=2,tp=2")).manifest
+    mesh = manifest["mesh"]
+    assert (mesh["text"], mesh["ranks"]) == ("pp=2,dp=2,tp=2", 8)
+    assert [s["ranks"] for s in mesh["stages"]] == [[0, 3], [4, 7]]
+    assert mesh["groups"]["tensor"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert mesh["rules"]["decode"]["heads"] == "tensor" and mesh["rules"]["decode"]["embed"] == "whole"
+    shards = manifest["state"]["shards"]
+    assert [(s["ranks"], s["rows"], s["slots"]) for s in shards] == [
+        ([0, 1, 4, 5], [0, 2], [0, 3]),
+        ([2, 3, 6, 7], [2, 4], [3, 6]),
+    ]
+    assert all(c["bytes"] > 0 for g in manifest["graphs"] for c in g["collectives"])
+    memory = manifest["memory"]
+    assert max(s["weights"] + s["states"] for s in memory["stages"]) == memory["weights"] + memory["states"]
+
+
+def test_a_bundle_of_one_rank_has_no_mesh(bundle):
+    manifest = open_bundle(bundle).manifest
+    assert manifest["mesh"] is None and "shards" not in manifest["state"]
+    assert all("stage" not in g for g in manifest["graphs"])
+
+
+def test_a_weight_says_which_part_of_its_parameter_a_rank_has(on_mesh):
+    plan = open_bundle(on_mesh("tp=2")).weights
+    entry = plan["weights"]["p.layers.0.kda.query"]
+    assert entry["over"] == [["tensor"], [], []]
+    assert plan["generated"]["own_index.tensor"] == ["own_index", ["tensor"]]
+
+
+def test_the_defaults_share_out_over_the_mesh(compile_small):
+    made = compile_small(None, mesh=Mesh.parse("dp=2,tp=2"), batch=None, chunk=None)
+    assert [(g["rows"], g["tokens"]) for g in made.manifest["graphs"]] == [(2, 64), (2, 1)]
+    assert "mesh      dp=2,tp=2: 4 ranks" in made.text()
+
+
+@pytest.mark.parametrize(
+    "mesh, options, message",
+    [
+        ("tp=8", {}, r"cannot be on tp=8:\n.*heads=4 does not divide over 8 \(rule heads -> tensor\)"),
+        ("dp=2", {"batch": 3}, r"--batch: batch=3 does not divide over 2 \(rule batch -> data\)\. Nearest: 2, 4"),
+        ("dp=2", {"batch": 2, "pages": 13}, r"--pages: pages=13 does not divide over 2"),
+        ("pp=4", {}, r"pp=4: there are 3 layers"),
+        ("cp=2", {}, r"cp=2\) are not made yet; the same ranks as dp=2"),
+        ("tp=2", {"weights": "constant"}, r"--weights constant: ranks of a mesh have different weights"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_anything_is_traced(compile_small, monkeypatch, mesh, options, message):
+    monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
+    with pytest.raises((ShardingError, CompileError), match=message):
+        compile_small(None, mesh=Mesh.parse(mesh), **options)
+
+
+def test_a_chunk_that_the_queries_of_an_indexer_do_not_divide_is_refused(monkeypatch):
+    from tests.compile.family import small_model
+
+    monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
+    with pytest.raises(ShardingError, match=r"--chunk: index_queries=18 does not divide over 4 .* Nearest: 16, 20"):
+        compile_model(
+            small_model("kimi-k3.1-pro"), target=target("a3"), out=None, mesh=Mesh.parse("tp=4"), chunk=18,
+            max_len=96, page=16, patches=16,
+        )  # fmt: skip
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,dp=2"])
+def test_a_bundle_of_a_mesh_is_its_model(on_mesh, mesh):
+    report = verify_bundle(on_mesh(mesh), steps=2)
+    assert report.passed, report.text()
+    assert all(r.error < 1e-13 for r in report.rows if r.mode == "exact")
+    assert {r.what for r in report.rows} >= {"logits", "kda.memory", "mla.latent"}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mesh", ["tp=4", "tp=2,dp=2", "dp=2,tp=2,ep=2", "pp=2,tp=2", "pp=2,dp=2,tp=2"])
+@pytest.mark.parametrize("name", ["kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+def test_bundles_of_every_mesh_are_their_models(on_mesh, name, mesh):
+    report = verify_bundle(on_mesh(mesh, name), steps=4)
+    assert report.passed, report.text()
+    assert lint_bundle(on_mesh(mesh, name)).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"weights_format": "int4"}, {"kv_dtype": "int8"}], ids=str)
+def test_packed_experts_and_caches_in_8_bits_are_shared_out(on_mesh, options):
+    name = "kimi-linear-48b" if "weights_format" in options else "deepseek-v3.2"
+    report = verify_bundle(on_mesh("dp=2,tp=2", name, **options), steps=1)
+    assert report.passed, report.text()
+
+
+@pytest.mark.slow
+def test_processes_find_what_lockstep_finds(on_mesh):
+    folder = on_mesh("pp=2,tp=2")
+    lockstep, processes = verify_bundle(folder, steps=1), verify_bundle(folder, steps=1, processes=True)
+    assert processes.passed, processes.text()
+    logits = [[r for r in report.rows if r.what == "logits"] for report in (lockstep, processes)]
+    assert logits[0] == logits[1]  # to the bit
+    assert "4 ranks, each in a process of its own, over gloo" in processes.text()
+
+
+def test_processes_are_for_a_mesh(bundle):
+    with pytest.raises(VerifyError, match=r"--processes: .* is of one rank; compile it with --mesh"):
+        verify_bundle(bundle, processes=True)
+
+
+def test_a_weight_of_the_wrong_part_is_noticed(copy, monkeypatch):
+    monkeypatch.setattr("kimi_graph.compile.ranks.cut", lambda x, dims, mesh, rank: cut(x, dims, mesh, rank ^ 1))
+    from kimi_graph.parallel.simulate import scatter
+
+    def cut(x, dims, mesh, rank):
+        return scatter(mesh, x, dims)[rank]
+
+    assert not verify_passes(copy)
+
+
+def verify_passes(folder: Path) -> bool:
+    try:
+        return verify_bundle(folder, steps=1, modes=("exact",)).passed
+    except (BundleError, VerifyError):
+        return False
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("mesh", "text"), "tp=4"),
+        (("mesh", "text"), 3),
+        (("mesh", "groups", "tensor"), [[0, 2], [1, 3]]),
+        (("mesh", "rules", "decode", "heads"), "whole"),
+        (("mesh", "stages", 0, "ranks"), [0, 2]),
+        (("graphs", 3, "reads"), []),
+        (("graphs", 2, "stage"), 1),
+        (("graphs", 2, "stage"), 7),
+        (("graphs", 2, "collectives", 0, "count"), 1),
+        (("graphs", 2, "inputs", 0, "over"), [["tensor"], []]),
+        (("state", "shards", 0, "rows"), [0, 1]),
+        (("state", "states", 0, "local", 0), 1),
+        (("state", "states", 0, "stage"), 1),
+        (("memory", "weights"), 1),
+    ],
+)
+def test_a_manifest_that_says_otherwise_is_noticed(copy, path, value):
+    def change(manifest) -> None:
+        at = manifest
+        for key in path[:-1]:
+            at = at[key]
+        assert at[path[-1]] != value
+        at[path[-1]] = value
+
+    change_manifest(copy, change)
+    with pytest.raises(BundleError):
+        verify_bundle(copy, steps=1)
+    assert not lint_bundle(copy).passed
+
+
+def test_a_plan_that_cuts_elsewhere_is_noticed(copy):
+    weights = json.loads((copy / WEIGHTS).read_bytes())
+    weights["weights"]["p.layers.0.kda.query"]["over"] = [[], [], []]
+    (copy / WEIGHTS).write_bytes(dump(weights))
+    change_manifest(copy, lambda m: m["weights"].update(sha256=file_hash(copy / WEIGHTS)))
+    with pytest.raises(BundleError, match=r"weights\.p\.layers\.0\.kda\.query\.over\.0 is \[\]"):
+        verify_bundle(copy, steps=1)
+
+
+# ---- lint ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2,tp=2", "pp=2,dp=2,tp=2"])
+def test_what_compile_writes_is_proved(on_mesh, host, mesh):
+    report = lint_bundle(on_mesh(mesh), host.root)
+    assert report.passed, report.text()
+    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "stages"]
+
+
+def test_a_bundle_of_one_rank_is_proved_too(bundle, host):
+    assert lint_bundle(bundle, host.root).passed
+
+
+def test_damage_is_found_from_the_hash(copy):
+    file = copy / GRAPHS / "decode_b4_s0.air"
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(BundleError, match="it was changed or damaged"):
+        lint_bundle(copy)
+
+
+def collectives(graph):
+    return [op for op in graph.op if op.type.startswith("Hcom")]
+
+
+def faults(folder: Path) -> dict[str, str]:
+    return {p.name: p.found for p in lint_bundle(folder).proofs if not p.passed}
+
+
+def test_a_group_that_is_not_in_the_manifest_is_named(copy):
+    def change(graph) -> None:
+        collectives(graph)[0].attr["group"].s = b"other"
+
+    change_graph(copy, "decode_b4_s0", change)
+    assert "group 'other' is not in the manifest" in faults(copy)["groups"]
+
+
+def test_a_group_across_stages_differs_at_a_step_that_is_named(copy):
+    change_manifest(copy, lambda m: m["mesh"]["groups"].update(tensor=[[0, 2], [1, 3]]))
+    found = faults(copy)
+    assert "rank 0 is at" in found["collectives"] and "rank 2 at" in found["collectives"]
+
+
+def test_an_edge_of_another_shape_is_named(copy):
+    def change(graph) -> None:
+        (x,) = [op for op in graph.op if op.name == "2.x"]
+        x.output_desc[0].shape.dim[0] = 2
+
+    change_graph(copy, "decode_b4_s1", change)
+    assert "decode: 2.x is given as bfloat16[4, 1, 256], stage 1 reads bfloat16[2, 1, 256]" in faults(copy)["stages"]
+
+
+def test_a_stage_that_reads_what_nobody_gives_waits_in_a_circle(copy):
+    def change(manifest) -> None:
+        entries = {g["name"]: g for g in manifest["graphs"]}
+        entries["decode_b4_s0"]["stage"], entries["decode_b4_s1"]["stage"] = 1, 0
+
+    change_manifest(copy, change)
+    assert "waits for 2.x, which stage 1 gives; stages would wait in a circle" in faults(copy)["stages"]
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_prints_what_a_rank_holds(on_mesh):
+    text = inspect_bundle(on_mesh("pp=2,tp=2")).text()
+    assert "mesh      pp=2,tp=2: 4 ranks = pipe 2 x tensor 2; ep=2" in text
+    assert "a rank of stage 1 holds" in text and "HcomAllReduce over tensor" in text
+    assert "  reads    x of other stages" in text
+
+
+def test_costs_are_those_of_a_rank(on_mesh, bundle):
+    for g in inspect_cost(on_mesh("pp=2,dp=2,tp=2")).graphs:
+        assert 1 <= g.ratio < 2, g.name
+
+
+def test_every_stage_of_a_plan_has_its_ranks(on_mesh):
+    bundle = open_bundle(on_mesh("pp=2,dp=2,tp=2"))
+    plan = Plan.read(bundle, bundle_config(bundle))
+    assert [list(plan.ranks(s)) for s in plan.stages("decode")] == [[0, 1, 2, 3], [4, 5, 6, 7]]
