@@ -27,6 +27,7 @@ MESHES = ("tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2")
 ROWS, PAGE, PAGES = 4, 16, 6  # 96 tokens a sequence: more than the fixtures' top-k of 64, so that keys are selected
 TOKENS = 12  # of a prefill; split over 2 and 4 where the indexer's queries are
 BEFORE = torch.tensor([70, 3, 80, 0])
+STEPS = torch.ones(ROWS).long()
 PATCHES = 16
 
 # Collectives by part, all in all; those of MoE by whether its experts are latent, and whether they are split over data.
@@ -40,25 +41,49 @@ def model(name: str) -> ModelConfig:
     return small_model(name)
 
 
-def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
-    """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own."""
+def sequence_pages(ways: int) -> int:
+    """Pages of a sequence that so many devices share."""
+    return -(-PAGES // ways) * ways
+
+
+def bucket(c: ModelConfig, phase: str, shards: int, ways: int = 1) -> Bucket:
+    """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own.
+
+    Args:
+        ways: devices that share a sequence; each has a null page.
+    """
     tokens = {"vision": PATCHES, "prefill": TOKENS, "decode": 1}[phase]
-    pages, slots = ROWS * PAGES + shards, ROWS + shards
+    each = sequence_pages(ways)
+    pages, slots = ROWS * each + shards * ways, ROWS + shards
     images = 4 if c.vision is not None and phase != "decode" else 0
     return Bucket(
-        phase=phase, rows=ROWS, tokens=tokens, page=PAGE, pages=pages, sequence_pages=PAGES, slots=slots, images=images
+        phase=phase, rows=ROWS, tokens=tokens, page=PAGE, pages=pages, sequence_pages=each, slots=slots, images=images
     )
 
 
-def batches(c: ModelConfig, b: Bucket, shards: int) -> tuple[Batch[Tensor], Batch[Tensor]]:
+def page_table(rows: int, ways: int) -> Tensor:
+    """Pages of each row: page i of a sequence is one of device i mod ways; page 0 of each device is nobody's."""
+    each = sequence_pages(ways) // ways
+    own = torch.arange(1, rows * each + 1, dtype=torch.int32).view(rows, each, 1)
+    return (own + torch.arange(ways, dtype=torch.int32) * (rows * each + 1)).flatten(1)
+
+
+def without_null_pages(rules: Rules, name: str, x: Tensor) -> Tensor:
+    """A state without the pages that are nobody's: devices write each other's tokens there."""
+    if not name.endswith((".latent", ".rope", ".index")):
+        return x
+    return x.unflatten(0, (rules.ways("pages"), -1))[:, 1:]
+
+
+def batches(c: ModelConfig, b: Bucket, shards: int, ways: int = 1) -> tuple[Batch[Tensor], Batch[Tensor]]:
     """A batch whose ids count through the pools of all shards, and the same with ids within each."""
     rows = ROWS // shards
-    counts = torch.ones(ROWS).long() if b.step else torch.tensor([TOKENS, 7, 0, 9])
-    table = torch.arange(1, rows * PAGES + 1, dtype=torch.int32).view(rows, PAGES)
+    counts = STEPS if b.step else torch.tensor([TOKENS, 7, 0, 9])
+    table = page_table(rows, ways)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
     within, through = [], []
     for i in range(shards):
-        some, page = slice(i * rows, (i + 1) * rows), i * (rows * PAGES + 1)
+        some, page = slice(i * rows, (i + 1) * rows), i * b.pages // shards
         own = step_batch(table, slots, BEFORE[some], counts[some], b.tokens, PAGE, rope=c.rotation, dtype=torch.float64)
         within.append(own)
         moved = {"slots": own.slots + i * (rows + 1), "block_table": own.block_table + page}
@@ -81,7 +106,9 @@ def parameter(path: str, spec: ParamSpec) -> Tensor:
     return init_tensor(spec, path).double()
 
 
-def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int) -> tuple[Any, Any]:
+def values_of(
+    c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int, ways: int = 1
+) -> tuple[Any, Any]:
     """Numbers for a part's arguments: on the mesh, and without it."""
     specs = decoder.model_specs(c)
     vision = b.phase == "vision"
@@ -93,7 +120,7 @@ def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards:
         assert c.vision is not None
         tables = vision_tables(c.vision, (1, 4, 4), PATCHES, torch.float64)
         return found | {"tables": tables}, None
-    through, within = batches(c, b, shards)
+    through, within = batches(c, b, shards, ways)
     return found | {"batch": within}, found | {"batch": through}
 
 
@@ -104,8 +131,9 @@ def parts(c: ModelConfig, b: Bucket, rules: Rules) -> dict[str, ShardedCapture]:
     for use in phases.uses(c, b):
         if use.part not in found:
             f, args = piece(use)
-            values, unsharded = values_of(c, b, use, args, shards)
-            found[use.part] = check(rules, f, values, *axes(use), unsharded=unsharded)
+            values, unsharded = values_of(c, b, use, args, shards, rules.ways("cached"))
+            owned = functools.partial(without_null_pages, rules)
+            found[use.part] = check(rules, f, values, *axes(use), unsharded=unsharded, compared=owned)
     return found
 
 
@@ -162,3 +190,26 @@ def test_parts_of_a_vision_tower_on_a_mesh_equal_those_without(mesh):
     c, m = model("kimi-k3"), Mesh.parse(mesh)
     b = bucket(c, "vision", 1)
     assert counts(parts(c, b, preset(c, m, "vision"))) == expected(c, b, m)
+
+
+# ---- caches that are split by sequence -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_model_whose_caches_are_split_equal_those_without(name, mesh, phase):
+    c, m = model(name), Mesh.parse(mesh)
+    rules = preset(c, m, phase)
+    found = parts(c, bucket(c, phase, m.data, rules.ways("cached")), rules)
+    print(name, mesh, phase, {k: [str(x) for x in v.collectives] for k, v in found.items()})
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "glm-5.2"])
+def test_caches_may_be_split_over_tensor_as_well(name, mesh, phase):
+    c, m = model(name), Mesh.parse(mesh)
+    rules = preset(c, m, phase, split_cache=True)
+    found = parts(c, bucket(c, phase, m.data, rules.ways("cached")), rules)
+    print(name, mesh, phase, {k: [str(x) for x in v.collectives] for k, v in found.items()})
