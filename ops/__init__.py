@@ -2,7 +2,7 @@
 
 from .attention import attention, latent_attention, latent_attention_lse
 from .base import OPERATORS, Operator, as_f32, at_least_f32, capturing, donating, operator
-from .cache import cache_read, cache_write
+from .cache import cache_read, cache_write, numbered_pages
 from .contract import contract
 from .full_attention import full_attention
 from .kda_chunk import kda_chunk
@@ -49,6 +49,7 @@ __all__ = [
     "moe_combine",
     "moe_dispatch",
     "moe_route",
+    "numbered_pages",
     "operator",
     "quantised_cache_write",
     "quantised_index_write",

@@ -69,12 +69,7 @@ def in_order(block_table: Tensor, lengths: Tensor, *pools: Tensor) -> tuple[Tens
     table, _ = own_pages(block_table, lengths, pools[0])
     rows = torch.cat([F.embedding(table, pool.flatten(1)).unflatten(2, (page, -1)) for pool in pools], -1)
     whole = all_gather(rows[:, :, None], "cached", 2).flatten(0, 2)  # [B * pages of a sequence, page, widths]
-    return (numbered(block_table), *whole.split([pool.shape[2] for pool in pools], -1))
-
-
-def numbered(table: Tensor) -> Tensor:
-    """A block table of pages that lie one sequence after another."""
-    return torch.arange(table.numel(), dtype=torch.int32, device=table.device).view(table.shape)
+    return (ops.numbered_pages(block_table), *whole.split([pool.shape[2] for pool in pools], -1))
 
 
 def cache_rows(table: Tensor, positions: Tensor, page: int) -> Tensor:
@@ -106,10 +101,10 @@ def best_of_all(score_BTJ: Tensor, found_BTJ: Tensor, page: int) -> Tensor:
             after the last.
     """
     count, top_k = ways(score_BTJ, "cached"), found_BTJ.shape[2]
-    at = found_BTJ + found_BTJ // page * (page * (count - 1)) + own_index(score_BTJ, "cached", page)
+    at = found_BTJ + found_BTJ // page * (page * (count - 1)) + own_index(score_BTJ, "cached", page).int()
     score = torch.where(found_BTJ >= 0, score_BTJ, NO_SCORE)
     both = all_gather(torch.cat([score, at.to(score.dtype)], 2)[:, :, None], "cached", 2)  # positions are exact
-    score, at = (x.flatten(2) for x in both.split(top_k, 3))
+    score, at = both[..., :top_k].flatten(2), both[..., top_k:].flatten(2)
     return ops.best_positions(score, at.int(), top_k)
 
 
@@ -120,7 +115,7 @@ def own_places(selected_BJ: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tens
     """
     count, page = ways(pool, "cached"), pool.shape[1]
     nth = selected_BJ // page
-    seen = (selected_BJ >= 0) & (selected_BJ < lengths[:, None])
+    seen = (selected_BJ >= 0) & (selected_BJ < lengths.int()[:, None])
     mine = seen & (nth % count == own_index(pool, "cached").int())
     places = torch.where(mine, nth // count * page + selected_BJ % page, -1)
     return torch.sort(places, dim=1, descending=True)[0], mine.long().sum(1)
@@ -129,10 +124,12 @@ def own_places(selected_BJ: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tens
 def gathered_rows(places_BJ: Tensor, table: Tensor, pools: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Pools of nothing but the rows at some places of each sequence, and their block table."""
     page = pools[0].shape[1]
-    places = F.pad(places_BJ, (0, -places_BJ.shape[1] % page), value=-1)
+    count = places_BJ.shape[1]
+    size = -(-count // page) * page  # whole pages; what is past a row's own count is not read
+    places = places_BJ if size == count else torch.cat([places_BJ] * -(-size // count), 1)[:, :size]
     rows = cache_rows(table, places, page)
     found = (F.embedding(rows, pool.flatten(0, 1)).flatten(0, 1).unflatten(0, (-1, page)) for pool in pools)
-    return (numbered(places[:, ::page]), *found)
+    return (ops.numbered_pages(places[:, ::page]), *found)
 
 
 def check_length(block_table: Tensor, pool: Tensor) -> None:
