@@ -138,7 +138,7 @@ def check(
         values: trees of global tensors (float64). axes, out_axes: see `capture_on`.
         unsharded: what the function itself gets where that is not the same: ids of slots and pages count within a
             device's part on a mesh, through all of them without one.
-        compared: what of a result, by its name, has to be the same; all of it, unless told. What null pages hold is not.
+        compared: what of a result, by its name, has to be the same; all of it, unless told.
         tolerance: of the largest value.
 
     Raises:

@@ -213,7 +213,7 @@ def latent_attention_lse(
     lengths: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`latent_attention` and the logarithm of what its weights were divided by, to merge it with other parts of a cache.
+    """`latent_attention`, and the logarithm of what its weights were divided by: with it parts of a cache are merged.
 
     Returns:
         `[B, 1, H, L]`, and `[B, 1, H]` float32, log(sum(exp(scores))); a row of length 0 gives zeros and any number.

@@ -205,8 +205,6 @@ def _dim_axes(rules: Rules, name: DimAxes) -> Axes:
 
 def _global(rules: Rules, y: Local, names: Iterable[DimAxes]) -> Sharded:
     names = tuple(names)
-    if isinstance(y, Tensor):  # made here from nothing that a device has of its own
-        y = Local(rules, y, ())
     if not isinstance(y, Local) or len(names) != y.ndim:
         raise ShardingError(f"a result {y} for the axes {names}.")
     pending = axes_of(rules, y.pending)

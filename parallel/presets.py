@@ -81,13 +81,11 @@ def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> It
         if split_cache
         else ("tensor", "heads do not depend on each other"),
     )
-    yield (
-        "index_queries",
-        ("tensor", "the indexer has no heads to split, so its queries are")
-        if prefill and not split_cache
-        else (None, "a step has one query a row"),
-    )
-    yield "token", (_token(mesh, exchange), _TOKEN[exchange])
+    one = (None, "a step has one query a row")
+    yield "queries", ("context", "a rank attends with a stretch of the new tokens, to all keys") if prefill else one
+    why = "the indexer has no heads to split, so its queries are"
+    yield "index_queries", (("context", "tensor"), why) if prefill else one
+    yield "token", (_token(mesh, prefill, exchange), _TOKEN[exchange])
 
 
 _TOKEN = {
@@ -96,8 +94,8 @@ _TOKEN = {
 }
 
 
-def _token(mesh: Mesh, exchange: bool) -> Axes:
-    rows = mesh.atoms("data")
+def _token(mesh: Mesh, prefill: bool, exchange: bool) -> Axes:
+    rows = (*mesh.atoms("data"), *(("context",) if prefill else ()))
     if exchange:
         return (*rows, *mesh.atoms("tensor"))
     return tuple(axis for axis in rows if axis not in mesh.atoms("experts"))

@@ -91,7 +91,10 @@ def _sign(name: str) -> Callable[..., Any]:
     return lambda self, *args: self.__torch_function__(getattr(Tensor, name), (), (self, *args))
 
 
-SIGNS = "add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg ge gt le lt eq ne and or xor invert getitem matmul"
+SIGNS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg ge gt le lt eq ne and or xor invert
+    getitem matmul
+"""
 for _name in SIGNS.split():
     setattr(Value, f"__{_name}__", _sign(f"__{_name}__"))
 

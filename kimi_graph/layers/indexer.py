@@ -15,12 +15,11 @@ from kimi_graph import ops
 from kimi_graph.config import IndexerConfig
 from kimi_graph.ops import as_f32, at_least_f32, contract
 from kimi_graph.parallel import constrain, shard_map, ways
-from kimi_graph.parallel.annotate import own_index
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, turn
-from .stretches import POOL, best_of_all, cache_rows, check_length, own_pages
+from .stretches import POOL, best_of_all, cache_rows, check_length, own_pages, own_queries
 
 
 @param_tree
@@ -78,7 +77,7 @@ def select(
     given = ((*own, None), own, pool, ("batch", None), ("batch",), ("batch",))
     run = shard_map(functools.partial(body, top_k=c.top_k), given, own)
     selected_BTJ = run(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts)
-    return constrain(selected_BTJ, "batch", "sequence", None)
+    return constrain(selected_BTJ, "batch", "sequence", None)  # layers that share it, and other stages, read all
 
 
 def select_own(
@@ -92,12 +91,8 @@ def select_own(
     top_k: int,
 ) -> Tensor:
     """`ops.select_keys` for the queries of this device, a stretch of each row's. The body of a `shard_map`."""
-    if ways(q_BTIK, "index_queries") > 1:
-        tokens = q_BTIK.shape[1]
-        first = own_index(q_BTIK, "index_queries", tokens)
-        before = lengths - counts
-        lengths, counts = before + torch.minimum(counts, first + tokens), (counts - first).clamp(0, tokens)
-    return ops.select_keys(q_BTIK, weights_BTI, index, block_table, lengths, counts, top_k)
+    rows = (block_table, *own_queries(q_BTIK, "index_queries", lengths, counts))
+    return ops.select_keys(q_BTIK, weights_BTI, index, *rows, top_k)
 
 
 def select_of_own(

@@ -25,7 +25,7 @@ from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
-from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_rows
+from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_queries, own_rows
 
 
 @param_tree
@@ -109,9 +109,11 @@ def mla(
         specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
         new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD, rotation)
         state, batch = new
-    query_BTX = x_BTD
+    # On a mesh the queries of a prefill are shared out, and what follows from them alone; keys are everybody's.
+    own_BTD = constrain(x_BTD, "batch", "queries", None)
+    query_BTX = own_BTD
     if p.query_down is not None and p.query_norm is not None:
-        query_BTX = ops.rms_norm(contract("btd,qd->btq", x_BTD, p.query_down), p.query_norm, c.latent_eps)
+        query_BTX = ops.rms_norm(contract("btd,qd->btq", own_BTD, p.query_down), p.query_norm, c.latent_eps)
     q_BTHK = contract("btx,hkx->bthk", query_BTX, p.query)
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], rotate(c, q_BTHK[..., c.key_nope :], batch)
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
@@ -134,21 +136,22 @@ def mla(
     else:
         if p.indexer is not None:
             assert index is not None
-            selected = select(p.indexer, c.indexer, x_BTD, query_BTX, index, batch, step=step)
+            selected = select(p.indexer, c.indexer, own_BTD, query_BTX, index, batch, step=step)
         assert selected is not None, "a layer that shares a selection was given none"
         selected = tap("selected", selected)
         o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch, step=step)
     o_BTHV = tap("heads", o_BTHV)
     if p.gate is not None:
-        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", x_BTD, p.gate))
+        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", own_BTD, p.gate))
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
-    return y_BTD, after, selected
+    return constrain(y_BTD, "batch", "sequence", None), after, selected
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
 
 NEW, TABLE = ("batch", "sequence", None), ("batch", None)
-QUERY = ("batch", "sequence", "attn_heads", None)
+QUERY = ("batch", "sequence", "attn_heads", None)  # of a step
+QUERIES = ("batch", "queries", "heads", None)  # of a prefill
 
 
 def write_own(
@@ -201,7 +204,10 @@ def dense(
     latent_BCL, rope_BCR = ops.cache_read(latent, rope, batch.block_table)
     k_BCHN = contract("bcl,hnl->bchn", latent_BCL, up_key_HNL)
     v_BCHV = contract("bcl,hvl->bchv", latent_BCL, up_value_HVL)
-    return ops.attention(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts, c.scale)
+    keys = ("batch", None, "heads", None)
+    given = (QUERIES, QUERIES, keys, ("batch", None, None), keys, ("batch",), ("batch",))
+    run = shard_map(functools.partial(attend_own, scale=c.scale), given, QUERIES)
+    return run(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts)
 
 
 def sparse(
@@ -221,9 +227,43 @@ def sparse(
     if step:
         o_BTHL = _on_parts(sparse_own, c, q_BTHL, q_BTHR, latent, rope, batch, selected_BTJ)
     else:
-        rows = (batch.block_table, batch.lengths, batch.counts)
-        o_BTHL = ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, c.scale)
+        rows, pool = (batch.block_table, batch.lengths, batch.counts), ("batch", None, None)
+        given = (QUERIES, QUERIES, pool, pool, ("batch", "queries", None), TABLE, ("batch",), ("batch",))
+        run = shard_map(functools.partial(attend_own_sparsely, scale=c.scale), given, QUERIES)
+        o_BTHL = run(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows)
     return contract("bthl,hvl->bthv", o_BTHL, p.up[:, c.key_nope :])
+
+
+def attend_own(
+    q_BTHN: Tensor,
+    q_BTHR: Tensor,
+    k_BCHN: Tensor,
+    k_BCR: Tensor,
+    v_BCHV: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """`ops.attention` of this device's queries. The body of a `shard_map`."""
+    return ops.attention(q_BTHN, q_BTHR, k_BCHN, k_BCR, v_BCHV, *own_queries(q_BTHN, "queries", lengths, counts), scale)
+
+
+def attend_own_sparsely(
+    q_BTHL: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    selected_BTJ: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """`ops.sparse_attention` of this device's queries. The body of a `shard_map`."""
+    rows = (block_table, *own_queries(q_BTHL, "queries", lengths, counts))
+    return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)
 
 
 def _on_parts(

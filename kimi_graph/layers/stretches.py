@@ -36,6 +36,19 @@ def own_rows(slot_mapping: Tensor, pool: Tensor) -> Tensor:
     return inside * (inside == own)
 
 
+def own_queries(x: Tensor, axis: str, lengths: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows stand after this device's stretch of their new tokens, and how many of them are real: `[B]`, `[B]`.
+
+    Args:
+        x: `[B, T, ...]`, of that stretch. axis: logical axis that splits it.
+    """
+    if ways(x, axis) == 1:
+        return lengths, counts
+    tokens, before = x.shape[1], lengths - counts
+    first = own_index(x, axis, tokens)
+    return before + torch.minimum(counts, first + tokens), (counts - first).clamp(0, tokens)
+
+
 def own_pages(block_table: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
     """This device's pages of each sequence, in order, and how many tokens they hold: `[B, pages / W]`, `[B]`.
 
@@ -109,9 +122,9 @@ def best_of_all(score_BTJ: Tensor, found_BTJ: Tensor, page: int) -> Tensor:
 
 
 def own_places(selected_BJ: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the selected positions that this device holds, as places among its tokens, and how many: `[B, J]`, `[B]`.
+    """Those of the selected positions that this device holds, as places among its tokens; and how many.
 
-    -1 after the last. Positions that a step's query does not see are nobody's.
+    `[B, J]`, -1 after the last, and `[B]`. Positions that a step's query does not see are nobody's.
     """
     count, page = ways(pool, "cached"), pool.shape[1]
     nth = selected_BJ // page

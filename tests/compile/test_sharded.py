@@ -13,6 +13,7 @@ from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
 from kimi_graph.compile.sharded import ShardedCapture, check
 from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig, MoeConfig
+from kimi_graph.errors import ShardingError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
@@ -106,9 +107,7 @@ def parameter(path: str, spec: ParamSpec) -> Tensor:
     return init_tensor(spec, path).double()
 
 
-def values_of(
-    c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int, ways: int = 1
-) -> tuple[Any, Any]:
+def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int, ways: int = 1) -> tuple[Any, Any]:
     """Numbers for a part's arguments: on the mesh, and without it."""
     specs = decoder.model_specs(c)
     vision = b.phase == "vision"
@@ -194,15 +193,29 @@ def test_parts_of_a_vision_tower_on_a_mesh_equal_those_without(mesh):
 
 # ---- caches that are split by sequence -------------------------------------------------------------------------------
 
+# Of a mixer in a step: scores and positions of the best keys, log-sum-exps, and the sum that waited for the output.
+# In a prefill: pages of the batch, selected positions, and the stretches of the results beside their sum over tensor.
+STEP = {"mla": ("all_gather", "all_gather", "all_reduce"), "mla_shared": ("all_gather", "all_reduce")}
+
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2", "cp=3"])
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_of_a_model_whose_caches_are_split_equal_those_without(name, mesh, phase):
     c, m = model(name), Mesh.parse(mesh)
     rules = preset(c, m, phase)
-    found = parts(c, bucket(c, phase, m.data, rules.ways("cached")), rules)
-    print(name, mesh, phase, {k: [str(x) for x in v.collectives] for k, v in found.items()})
+    b = bucket(c, phase, m.data, rules.ways("cached"))
+    found = {part: tuple(i.name for i in x.collectives) for part, x in parts(c, b, rules).items()}
+    dense = not any(getattr(x.mixer, "indexer", None) for x in c.layers)
+    summed = ("all_reduce",) * (m.tensor > 1)
+    assert found.get("kda", summed) == summed
+    if b.step:
+        assert found["mla"] == STEP["mla_shared" if dense else "mla"]
+        assert found.get("mla_shared", STEP["mla_shared"]) == STEP["mla_shared"]
+    else:
+        read, left = ("all_gather",), (*summed, "all_gather")
+        assert found["mla"] == (*read, *(() if dense else ("all_gather",)), *left)
+        assert found.get("mla_shared", (*read, *left)) == (*read, *left)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -211,5 +224,45 @@ def test_parts_of_a_model_whose_caches_are_split_equal_those_without(name, mesh,
 def test_caches_may_be_split_over_tensor_as_well(name, mesh, phase):
     c, m = model(name), Mesh.parse(mesh)
     rules = preset(c, m, phase, split_cache=True)
+    assert rules.on("cached")[-1] == "tensor"
     found = parts(c, bucket(c, phase, m.data, rules.ways("cached")), rules)
-    print(name, mesh, phase, {k: [str(x) for x in v.collectives] for k, v in found.items()})
+    if phase == "decode":  # heads of the queries are gathered, results scattered to the heads of a rank
+        heads = ("all_gather", "all_gather", "reduce_scatter", "all_reduce")
+        names = tuple(i.name for i in found["mla"].collectives)
+        assert names == (heads if name == "kimi-linear-48b" else ("all_gather", *heads))
+
+
+@pytest.mark.parametrize("before", [(0, 0, 0, 0), (15, 16, 17, 31), (95, 63, 64, 1)])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_step_is_exact_wherever_sequences_end(name, before, monkeypatch):
+    """Before, on and after the boundary of a page; sequences within one page, of which most devices have nothing."""
+    monkeypatch.setitem(globals(), "BEFORE", torch.tensor(before))
+    c, m = model(name), Mesh.parse("cp=4")
+    parts(c, bucket(c, "decode", 1, 4), preset(c, m, "decode"))
+
+
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_rows_without_a_sequence_give_no_nan(name, monkeypatch):
+    monkeypatch.setitem(globals(), "BEFORE", torch.tensor([70, 0, 20, 0]))
+    monkeypatch.setitem(globals(), "STEPS", torch.tensor([1, 0, 1, 0]))
+    c, m = model(name), Mesh.parse("cp=2,tp=2")
+    parts(c, bucket(c, "decode", 1, 2), preset(c, m, "decode"))
+
+
+def test_pages_of_a_sequence_that_do_not_divide_are_refused_with_the_nearest_number():
+    c, m = model("kimi-linear-48b"), Mesh.parse("cp=4")
+    b = dataclasses.replace(bucket(c, "decode", 1, 4), sequence_pages=6)
+    with pytest.raises(
+        ShardingError, match=r"sequences of 6 pages do not divide over the 4 devices .* nearest: 8 pages"
+    ):
+        phases.capture_sharded_pieces(c, b, preset(c, m, "decode"))
+
+
+def test_equal_scores_on_several_devices_go_to_the_lower_position(monkeypatch):
+    """With index weights of zero all scores are equal, and the first tokens are selected."""
+    c, m = model("kimi-k3.1-pro"), Mesh.parse("cp=4")
+    monkeypatch.setitem(
+        globals(), "parameter", lambda path, spec: init_tensor(spec, path).double() * ("weights" not in path)
+    )
+    found = parts(c, bucket(c, "decode", 1, 4), preset(c, m, "decode"))
+    assert "mla" in found

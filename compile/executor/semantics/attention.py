@@ -241,9 +241,7 @@ def _attend(
         for start in range(0, queries if keys else 0, size):
             some = slice(start, min(start + size, queries))
             aims = q[row, :, some], None if q_rope is None else q_rope[row, :, some]
-            out[row, :, some], lse[row, :, some, 0] = _attend_some(
-                aims, seen, hidden[row, some, :keys], scale, q.dtype
-            )
+            out[row, :, some], lse[row, :, some, 0] = _attend_some(aims, seen, hidden[row, some, :keys], scale, q.dtype)
     return out
 
 
