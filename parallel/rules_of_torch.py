@@ -99,8 +99,8 @@ def _einsum(f: Any, equation: str, *operands: Sharded) -> Sharded:
     groups, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation:
         raise ShardingError("an equation has to name every dimension and the result: 'btd,hkd->bthk'.")
-    operands, first = late(operands)
-    values, axes = align(operands, groups.split(","))
+    factors, first = late(operands)
+    values, axes = align(factors, groups.split(","))
     partial = [axis for name in axes if name not in result for axis in axes[name]]
     dims = [axes[n] for n in result]
     return first.like(f(equation, *(v.local for v in values)), dims, [*first.partial, *partial])

@@ -246,7 +246,8 @@ def attend_own(
     scale: float,
 ) -> Tensor:
     """`ops.attention` of this device's queries. The body of a `shard_map`."""
-    return ops.attention(q_BTHN, q_BTHR, k_BCHN, k_BCR, v_BCHV, *own_queries(q_BTHN, "queries", lengths, counts), scale)
+    lengths, counts = own_queries(q_BTHN, "queries", lengths, counts)
+    return ops.attention(q_BTHN, q_BTHR, k_BCHN, k_BCR, v_BCHV, lengths, counts, scale)
 
 
 def attend_own_sparsely(
