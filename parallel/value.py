@@ -171,7 +171,7 @@ class Sharded(Value):
         made = Sharded(self.rules, local, dims, partial)
         if self.partial and self.partial == made.partial:
             made.source = self.source
-        made.late = self.late
+        made.late = self.late and bool(self.partial)
         return made
 
     def dims_with(self, dim: int, *axes: Axes) -> tuple[Axes, ...]:

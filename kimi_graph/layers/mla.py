@@ -304,7 +304,8 @@ def dense_own(
     if ways(latent, "cached") == 1:
         return ops.latent_attention(q_BTHL, q_BTHR, latent, rope, block_table, lengths, scale)
     table, held = own_pages(block_table, lengths, latent)
-    return merged(*ops.latent_attention_lse(q_BTHL, q_BTHR, latent, rope, table, held, scale), held)
+    o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latent, rope, table, held, scale)
+    return merged(o_BTHL, lse_BTH, held)
 
 
 def sparse_own(
@@ -330,4 +331,5 @@ def sparse_own(
     own, _ = own_pages(block_table, lengths, latent)
     places, held = own_places(selected_BTJ[:, 0], lengths, latent)
     table, latents, ropes = gathered_rows(places, own, (latent, rope))
-    return merged(*ops.latent_attention_lse(q_BTHL, q_BTHR, latents, ropes, table, held, scale), held)
+    o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latents, ropes, table, held, scale)
+    return merged(o_BTHL, lse_BTH, held)
