@@ -36,7 +36,7 @@ def padded_heads(heads, wanted):
 
 
 def _fused(ge, query, key, value, given, **attrs):
-    """CANN's FusedInferAttentionScore with the optional inputs `given` by name."""
+    """CANN's FusedInferAttentionScore with the optional inputs `given` by name: attention and log-sum-exps."""
     assert set(given) <= set(_OPTIONAL)
     inputs = [given.get(name) for name in _OPTIONAL]
     return ge.FusedInferAttentionScore(query, [key], [value], *inputs, inner_precise=0, **attrs)

@@ -210,6 +210,12 @@ def test_a_model_whose_caches_are_split_computes_what_it_does_without(host, name
     assert run.check_states(ran, states) == set(run.named_states)
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["kimi-k3.1-pro", "glm-5.2"])
+def test_stages_whose_caches_are_split_hand_on_what_one_stage_computes(host, name, phase):
+    test_stages_one_after_another_compute_what_the_model_does(host, name, "pp=2,cp=2,tp=2", phase)
+
+
 # ---- ranks that do not come together ---------------------------------------------------------------------------------
 
 
