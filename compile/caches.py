@@ -149,6 +149,11 @@ def quantise_caches(captured: Captured, kv_dtype: str) -> Captured:
     graph = captured.module.graph
     calls = {node.target: node for node in graph.nodes if node.op == "call_function"}
     attend = calls.get(ops.sparse_attention.op)
+    if kv_dtype != "bf16" and (ops.latent_attention_lse.op in calls or ops.numbered_pages.op in calls):
+        raise CompileError(
+            f"caches in {kv_dtype} are not split by sequence yet: take --kv-dtype bf16, or a mesh without cp and "
+            f"--split-cache."
+        )
     if kv_dtype == "bf16" or attend is None:
         return captured
     edit, dtype = _Edit(captured), STORED[kv_dtype]

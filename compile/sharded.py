@@ -129,6 +129,7 @@ def check(
     out_axes: Any,
     *,
     unsharded: dict[str, Any] | None = None,
+    compared: Callable[[str, Tensor], Tensor] = lambda name, x: x,
     tolerance: float = EXACT,
 ) -> ShardedCapture:
     """Capture a function on a mesh, run all ranks, and compare every result with the function itself.
@@ -137,6 +138,7 @@ def check(
         values: trees of global tensors (float64). axes, out_axes: see `capture_on`.
         unsharded: what the function itself gets where that is not the same: ids of slots and pages count within a
             device's part on a mesh, through all of them without one.
+        compared: what of a result, by its name, has to be the same; all of it, unless told.
         tolerance: of the largest value.
 
     Raises:
@@ -148,7 +150,7 @@ def check(
         if got.shape != want[name].shape or got.dtype != want[name].dtype:
             found, expected = (f"{x.dtype} {list(x.shape)}" for x in (got, want[name]))
             raise ShardingError(f"{name}: {found} on the mesh {rules.mesh}, {expected} without.")
-        error = difference(got, want[name])
+        error = difference(compared(name, got), compared(name, want[name]))
         if not error <= tolerance:
             raise ShardingError(f"{name}: on the mesh {rules.mesh} it differs by {error:.1e} of the largest value.")
     return piece

@@ -274,8 +274,10 @@ def _chosen(r: Request) -> Iterator[Size]:
 
 
 def _chunk(r: Request) -> int:
-    """Tokens of a prefill step, the same number on each rank along context."""
-    return -(-CHUNK // r.mesh.context) * r.mesh.context
+    """Tokens of a prefill step, as many on each rank that has queries (those of an indexer are over tensor too)."""
+    indexed = any(isinstance(m, MlaConfig) and m.indexer for m in _mixers(r.config))
+    unit = r.mesh.context * (r.mesh.tensor if indexed else 1)
+    return -(-CHUNK // unit) * unit
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:

@@ -1,8 +1,8 @@
 """Operators: each is plain torch in eager code, one node in a captured graph, and one or a few nodes in GE."""
 
-from .attention import attention, latent_attention
+from .attention import attention, latent_attention, latent_attention_lse
 from .base import OPERATORS, Operator, as_f32, at_least_f32, capturing, donating, operator
-from .cache import cache_read, cache_write
+from .cache import cache_read, cache_write, numbered_pages
 from .contract import contract
 from .full_attention import full_attention
 from .kda_chunk import kda_chunk
@@ -20,14 +20,16 @@ from .residual_mix import residual_mix
 from .rope import rope
 from .short_conv import short_conv
 from .situ import situ, situ_mul
-from .sparse_attention import index_write, select_keys, sparse_attention
+from .sparse_attention import NO_SCORE, best_positions, index_write, select_keys, sparse_attention
 
 __all__ = [
+    "NO_SCORE",
     "OPERATORS",
     "Operator",
     "as_f32",
     "at_least_f32",
     "attention",
+    "best_positions",
     "cache_read",
     "cache_write",
     "capturing",
@@ -42,10 +44,12 @@ __all__ = [
     "kda_step",
     "l2_norm",
     "latent_attention",
+    "latent_attention_lse",
     "layer_norm",
     "moe_combine",
     "moe_dispatch",
     "moe_route",
+    "numbered_pages",
     "operator",
     "quantised_cache_write",
     "quantised_index_write",

@@ -1,5 +1,7 @@
 """Causal attention of MLA: expanded over per-head keys (prefill), or absorbed over the paged latent cache (decode)."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -34,10 +36,10 @@ def padded_heads(heads, wanted):
 
 
 def _fused(ge, query, key, value, given, **attrs):
-    """CANN's FusedInferAttentionScore with the optional inputs `given` by name."""
+    """CANN's FusedInferAttentionScore with the optional inputs `given` by name: attention and log-sum-exps."""
     assert set(given) <= set(_OPTIONAL)
     inputs = [given.get(name) for name in _OPTIONAL]
-    return ge.FusedInferAttentionScore(query, [key], [value], *inputs, inner_precise=0, **attrs)[0]
+    return ge.FusedInferAttentionScore(query, [key], [value], *inputs, inner_precise=0, **attrs)
 
 
 @operator(sharding="b t h n, b t h r, b c h n, b c r, b c h v, b, b -> b t h v", whole="tcnr")
@@ -124,7 +126,7 @@ def _(ge, q_nope, q_rope, k_nope, k_rope, v, lengths, counts, scale):
     return _fused(
         ge, q, k, v, given,
         num_heads=heads, num_key_value_heads=heads, scale=scale, input_layout="BSND", sparse_mode=3,
-    )  # fmt: skip
+    )[0]  # fmt: skip
 
 
 @operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l", whole="tpglrn")
@@ -147,16 +149,28 @@ def latent_attention(
     Returns:
         `[B, 1, H, L]`: weighted latents, still to be moved into the value space.
     """
+    outs = [o for o, _ in _read_rows(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale)]
+    return torch.stack(outs)[:, None].to(q_latent.dtype)
+
+
+def _read_rows(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each row: weighted latents `[H, L]` and scores `[H, n]`."""
     queries, ropes = at_least_f32(q_latent[:, 0]) * scale, at_least_f32(q_rope[:, 0]) * scale
-    outs = []
     for q, q_r, table, length in zip(queries, ropes, block_table.tolist(), lengths.tolist(), strict=True):
         if length:
             pages = table[: -(-length // latent_pool.shape[1])]
             latent, rope = (_in_order(pool, pages)[:length] for pool in (latent_pool, rope_pool))
-            outs.append(_read(q, q_r, latent, rope))
+            yield _read(q, q_r, latent, rope)
         else:
-            outs.append(torch.zeros_like(q))
-    return torch.stack(outs)[:, None].to(q_latent.dtype)
+            yield torch.zeros_like(q), q[:, :0]
 
 
 def _in_order(pool: Tensor, pages: list[int]) -> Tensor:
@@ -166,16 +180,17 @@ def _in_order(pool: Tensor, pages: list[int]) -> Tensor:
     return found.flatten(0, 1)
 
 
-def _read(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> Tensor:
-    """`[H, L]` and `[H, R]` read a cache `[n, L]`, `[n, R]`: weighted latents `[H, L]`."""
+def _read(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+    """`[H, L]` and `[H, R]` read a cache `[n, L]`, `[n, R]`: weighted latents `[H, L]`, and scores `[H, n]`."""
     # a bfloat16 cache is widened some tokens at a time, twice: for the scores, then for the sum
     size = max(1, BLOCK_BYTES // (4 * latent.shape[1]) if latent.dtype.itemsize < 4 else latent.shape[0])
     latents, ropes = latent.split(size), rope.split(size)
     scores = [
         torch.addmm(q_rope @ at_least_f32(r).mT, q, at_least_f32(x).mT) for x, r in zip(latents, ropes, strict=True)
     ]
-    weights = torch.cat(scores, -1).softmax(-1).split(size, -1)
-    return torch.stack([w @ at_least_f32(x) for w, x in zip(weights, latents, strict=True)]).sum(0)
+    score = torch.cat(scores, -1)
+    weights = score.softmax(-1).split(size, -1)
+    return torch.stack([w @ at_least_f32(x) for w, x in zip(weights, latents, strict=True)]).sum(0), score
 
 
 @latent_attention.fake
@@ -185,9 +200,46 @@ def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
 
 @latent_attention.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
+    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=False)[0]
+
+
+@operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l, b t h", whole="tpglrn")
+def latent_attention_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`latent_attention`, and the logarithm of what its weights were divided by: with it parts of a cache are merged.
+
+    Returns:
+        `[B, 1, H, L]`, and `[B, 1, H]` float32, log(sum(exp(scores))); a row of length 0 gives zeros and any number.
+    """
+    found = [*_read_rows(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale)]
+    outs, scores = zip(*found, strict=True)
+    o = torch.stack(outs)[:, None].to(q_latent.dtype)
+    return o, torch.stack([score.logsumexp(-1) for score in scores])[:, None]
+
+
+@latent_attention_lse.fake
+def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
+    wide = torch.promote_types(q_latent.dtype, torch.float32)
+    return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
+
+
+@latent_attention_lse.lowering
+def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
+    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=True)
+
+
+def _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
     rows, _, heads, latent = ge.shape(q_latent)
     wanted = heads if ge.has("9.2") else power_of_two(heads)
-    ge.chose("attention to latents", "FusedInferAttentionScore", "absorbed, paged" + padded_heads(heads, wanted))
+    reason = "absorbed, paged" + (", with log-sum-exp" if lse else "") + padded_heads(heads, wanted)
+    ge.chose("attention to latents", "FusedInferAttentionScore", reason)
 
     def paged(pool):
         pages, page, width = ge.shape(pool)
@@ -199,9 +251,13 @@ def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale)
     latents = paged(latent_pool)
     given = {"query_rope": one_token(q_rope), "key_rope": paged(rope_pool)}
     given |= {"block_table": block_table, "actual_seq_lengths_kv": lengths}
-    o = _fused(
+    o, sums = _fused(
         ge, one_token(q_latent), latents, latents, given, block_size=ge.shape(latent_pool)[1],
-        num_heads=wanted, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0,
+        num_heads=wanted, num_key_value_heads=1, scale=scale, input_layout="BNSD", sparse_mode=0, softmax_lse_flag=lse,
     )  # fmt: skip
     o = ge.first(ge.mark(o, (rows, wanted, 1, latent), ge.dtype(q_latent)), 1, heads)
-    return ge.reshape(o, [rows, 1, heads, latent])
+    o = ge.reshape(o, [rows, 1, heads, latent])
+    if lse:
+        sums = ge.first(ge.mark(sums, (rows, wanted, 1, 1), torch.float32), 1, heads)
+        sums = ge.reshape(sums, [rows, 1, heads])
+    return o, sums

@@ -55,6 +55,23 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
     return tuple(ge.reshape(x, ge.shape(pool)) for x, pool in zip(known, (latent_pool, rope_pool), strict=True))
 
 
+@operator(sharding="b n -> b n", whole="bn")
+def numbered_pages(block_table: Tensor) -> Tensor:
+    """The block table of a pool that holds nothing but these sequences, page after page: 0, 1, 2 ... in its shape."""
+    return torch.arange(block_table.numel(), dtype=torch.int32, device=block_table.device).view(block_table.shape)
+
+
+@numbered_pages.fake
+def _(block_table):
+    return block_table.new_empty(block_table.shape, dtype=torch.int32)
+
+
+@numbered_pages.lowering
+def _(ge, block_table):
+    rows, pages = ge.shape(block_table)
+    return ge.const(torch.arange(rows * pages).view(rows, pages).tolist(), torch.int32)
+
+
 @operator(sharding="p g l, p g r, b n -> b c l, b c r", whole="pglrnc")
 def cache_read(latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of each sequence in order, up to its capacity C = pages of a sequence * page size.

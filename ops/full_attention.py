@@ -43,7 +43,7 @@ def _(ge, q, k, v, lengths, scale):
     )
     ge.chose("attention inside a picture", "FusedInferAttentionScore", "the picture's length is an input" + cost)
     q, k, v = (ge.pad(x, 3, wanted) for x in (q, k, v))
-    o = _fused(
+    o, _ = _fused(
         ge, q, k, v, {"actual_seq_lengths": lengths, "actual_seq_lengths_kv": lengths},
         num_heads=heads, num_key_value_heads=heads, scale=scale, input_layout="BSND", sparse_mode=0,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from .attention import padded_heads, power_of_two
 from .base import at_least_f32, may_overwrite, operator, transformed
 
+NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
 INT64_MAX = 2**63 - 1  # of CANN's pre_tokens and next_tokens: no window
 INDEX_HEADS_950 = (8, 16, 24, 32, 64)
 INDEX_HEADS = 64  # at most, on A2 and A3; the only number CANN 8.5 documents
@@ -163,6 +164,40 @@ def index_heads(ge, heads):
     else:
         legal = (heads,) if ge.has("9.1") else (INDEX_HEADS,)
     return next((n for n in legal if n >= heads), heads)
+
+
+@operator(sharding="b t n, b t n -> b t j", whole="tnj")
+def best_positions(score: Tensor, position: Tensor, top_k: int) -> Tensor:
+    """The positions of the `top_k` best scores: what `select_keys` gives, of keys that others have scored.
+
+    Args:
+        score: `[B, T, n]` float32, n >= top_k; `NO_SCORE` where there is no key.
+        position: `[B, T, n]` int32, each once where there is a key, in any order.
+
+    Returns:
+        `[B, T, top_k]` int32, best first, equal scores in order of position; -1 after the last key.
+    """
+    position, order = torch.sort(position, dim=2)
+    score, order = torch.sort(score.gather(2, order), dim=2, descending=True, stable=True)
+    best = position.gather(2, order)[:, :, :top_k]
+    return torch.where(score[:, :, :top_k] > NO_SCORE, best, -1)
+
+
+@best_positions.fake
+def _(score, position, top_k):
+    return position.new_empty(*position.shape[:2], top_k)
+
+
+@best_positions.lowering
+def _(ge, score, position, top_k):
+    ge.chose("best keys of all devices", "Sort", "twice, as TopKV2 does not say which of equal scores it takes")
+    shape = ge.shape(score)
+    at, order = ge.Sort(position, axis=2)
+    score, best = ge.Sort(ge.GatherElements(score, order, dim=2), axis=2, descending=True, stable=True)
+    at = ge.mark(ge.GatherElements(at, best, dim=2), shape, torch.int32)
+    score = ge.first(ge.mark(score, shape, torch.float32), 2, top_k)
+    some = ge.Greater(score, ge.const(NO_SCORE, torch.float32))
+    return ge.SelectV2(some, ge.first(at, 2, top_k), ge.const(-1, torch.int32))
 
 
 @operator(sharding="b t h l, b t h r, p g l, p g r, b t j, b n, b, b -> b t h l", whole="tpglrnj")

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 X = TypeVar("X")
-Axes = tuple[str | None, ...]
+Axes = tuple[str | tuple[str, ...] | None, ...]
 
 
 def _answers(x: object) -> bool:
@@ -34,7 +34,8 @@ def shard_map(
 
     Args:
         f: a function of local tensors; what crosses devices is explicit and named by logical axis.
-        in_axes: logical axes of each argument, one per dimension.
+        in_axes: logical axes of each argument, one per dimension; several where they split one dimension together,
+            as rows and stretches of a sequence do with pages.
         out_axes: logical axes of each result.
 
     Returns:
@@ -62,12 +63,16 @@ def local_ids(ids: X, axis: str, count: int) -> X:
     return handle_torch_function(local_ids, (ids,), ids, axis, count) if _answers(ids) else ids
 
 
-def summand(x: X, *axes: str) -> X:
+def summand(x: X, *axes: str, late: bool = False) -> X:
     """The result of a body, of which each device along these logical axes has a summand.
 
     The sum is taken before its first use that is not linear.
+
+    Args:
+        late: products with values that have no pending sum (`*`, einsum) are linear too: the sum waits for one that
+            follows them, and is taken with it.
     """
-    return handle_torch_function(summand, (x,), x, *axes) if _answers(x) else x
+    return handle_torch_function(summand, (x,), x, *axes, late=late) if _answers(x) else x
 
 
 def all_reduce(x: X, *axes: str, op: str = "sum") -> X:

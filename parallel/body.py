@@ -20,6 +20,7 @@ from .rules import Rules
 from .value import CallError, Sharded, Value, name_of, rule
 
 Body = Callable[..., Any]
+DimAxes = str | tuple[str, ...] | None  # a dimension's logical axes: none, one, or several, the first outermost
 BODY: dict[str, Body] = {}
 
 
@@ -29,7 +30,10 @@ class Local(Value):
     Attributes:
         local: its tensor. varies: logical axes along which devices hold different ones.
         pending: logical axes along which each device has a summand.
+        late: the sum may wait, see `annotate.summand`.
     """
+
+    late = False
 
     def __init__(self, rules: Rules, local: Tensor, varies: Iterable[str | None], pending: Iterable[str] = ()) -> None:
         self.rules, self.local = rules, local
@@ -156,9 +160,11 @@ def _local_ids(_: Any, ids: Local, name: str, count: int) -> Local:
 
 
 @_of_body
-def _summand(_: Any, x: Local, *names: str) -> Local:
+def _summand(_: Any, x: Local, *names: str, late: bool = False) -> Local:
     _axes, on = _along(x, names)
-    return Local(x.rules, x.local, x.varies - on, on)
+    made = Local(x.rules, x.local, x.varies - on, on)
+    made.late = late
+    return made
 
 
 # ---- in and out ------------------------------------------------------------------------------------------------------
@@ -179,24 +185,36 @@ def _shard_map(f: Any, body: Callable[..., Any], in_axes: Any, out_axes: Any, *a
     return tuple(made) if isinstance(out, tuple) else made[0]
 
 
-def _local(x: Sharded, names: Iterable[str | None]) -> Local:
+def _local(x: Sharded, names: Iterable[DimAxes]) -> Local:
     names = tuple(names)
     if len(names) != x.ndim:
         raise ShardingError(f"{len(names)} axes for the {x.ndim} dimensions of {x}.")
-    placed = x.placed([x.rules.on(name) for name in names]).reduced()
-    return Local(x.rules, placed.local, names)
+    placed = x.placed([_dim_axes(x.rules, name) for name in names]).reduced()
+    return Local(x.rules, placed.local, _each_name(names))
 
 
-def _global(rules: Rules, y: Local, names: Iterable[str | None]) -> Sharded:
+def _each_name(names: Iterable[DimAxes]) -> list[str]:
+    """The logical axes of all dimensions."""
+    return [n for name in names for n in (name if isinstance(name, tuple) else (name,)) if n is not None]
+
+
+def _dim_axes(rules: Rules, name: DimAxes) -> Axes:
+    """The mesh axes of a dimension, of its first logical axis outermost."""
+    return axes_of(rules, _each_name((name,)))
+
+
+def _global(rules: Rules, y: Local, names: Iterable[DimAxes]) -> Sharded:
     names = tuple(names)
     if not isinstance(y, Local) or len(names) != y.ndim:
         raise ShardingError(f"a result {y} for the axes {names}.")
     pending = axes_of(rules, y.pending)
-    declared = {axis for name in names for axis in rules.on(name)} | set(pending)
+    declared = {axis for name in names for axis in _dim_axes(rules, name)} | set(pending)
     extra = sorted(name for name in y.varies if not set(rules.on(name)) <= declared)
     if extra:
         raise ShardingError(
             f"the result {y} is not the same along {', '.join(extra)}, which {names} do not say; "
             f"is a summand missing, or a collective?"
         )
-    return Sharded(rules, y.local, [rules.on(name) for name in names], pending)
+    made = Sharded(rules, y.local, [_dim_axes(rules, name) for name in names], pending)
+    made.late = y.late
+    return made

@@ -71,28 +71,20 @@ Row = tuple[str, tuple[str | Axes | None, str]]
 def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> Iterator[Row]:
     prefill = phase == "prefill"
     cached: Axes = ("context", "tensor") if split_cache else ("context",)
-    yield "sequence", ("context" if prefill else None, "tokens of a row: a stretch of them per rank; a step has one")
-    why = "a sequence's cache lies where its row is computed, a stretch of it on each rank that shares its tokens"
+    yield "sequence", (None, "every rank of context has all new tokens: KDA goes through them one after another")
+    why = "a sequence's cache lies where its row is computed, every so manieth page of it on each rank that shares it"
     yield "pages", (("data", *cached), why if split_cache else f"{why}; split_cache: over tensor too")
-    yield "cached", (cached, "a rank attends to its stretch of a sequence; the parts are merged")
+    yield "cached", (cached, "a rank scores its pages of a sequence and attends to them; the parts are merged")
     yield (
         "attn_heads",
         (None, "every rank holds a part of each sequence, so it needs all heads")
         if split_cache
         else ("tensor", "heads do not depend on each other"),
     )
-    yield (
-        "index_queries",
-        ("tensor", "the indexer has no heads to split, so its queries are")
-        if prefill and not split_cache
-        else (None, "a step has one query a row"),
-    )
-    yield (
-        "index_cached",
-        (cached, "a rank scores its stretch of a sequence")
-        if prefill or split_cache
-        else (("context", "tensor"), "a rank scores its stretch of a sequence; the best of all are kept"),
-    )
+    one = (None, "a step has one query a row")
+    yield "queries", ("context", "a rank attends with a stretch of the new tokens, to all keys") if prefill else one
+    why = "the indexer has no heads to split, so its queries are"
+    yield "index_queries", (("context", "tensor"), why) if prefill else one
     yield "token", (_token(mesh, prefill, exchange), _TOKEN[exchange])
 
 

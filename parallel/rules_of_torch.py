@@ -85,15 +85,25 @@ def _check_whole(f: Any, axes: dict[str, Axes]) -> None:
             )
 
 
-@rule("einsum")
+def late(values: Sequence[Sharded]) -> tuple[Sequence[Sharded], Sharded]:
+    """Factors without pending sums, but for one whose sum may wait; and that one, else the first of them."""
+    waiting = [v for v in values if v.waits]
+    keep = waiting[0] if len(waiting) == 1 and sum(bool(v.partial) for v in values) == 1 else None
+    found = [v if v is keep else v.reduced() for v in values]
+    return found, found[0] if keep is None else keep
+
+
+@rule("einsum", linear=True)
 def _einsum(f: Any, equation: str, *operands: Sharded) -> Sharded:
-    """A letter that the result has not leaves a pending sum."""
+    """A letter that the result has not leaves a pending sum, and so does an operand whose sum may wait."""
     groups, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation:
         raise ShardingError("an equation has to name every dimension and the result: 'btd,hkd->bthk'.")
-    values, axes = align(operands, groups.split(","))
+    factors, first = late(operands)
+    values, axes = align(factors, groups.split(","))
     partial = [axis for name in axes if name not in result for axis in axes[name]]
-    return values[0].like(f(equation, *(v.local for v in values)), [axes[n] for n in result], partial)
+    dims = [axes[n] for n in result]
+    return first.like(f(equation, *(v.local for v in values)), dims, [*first.partial, *partial])
 
 
 @rule("matmul")
@@ -142,7 +152,12 @@ def _sum_of_two(f: Any, x: Any, y: Any, **kwargs: Any) -> Sharded:
 
 @rule("mul", "rmul", "div", "truediv", linear=True)
 def _scaled(f: Any, x: Any, y: Any, **kwargs: Any) -> Sharded:
-    """Linear in a value that is multiplied by a number."""
+    """Linear in a value that is multiplied by a number, and in one whose sum may wait."""
+    if isinstance(x, Sharded) and isinstance(y, Sharded) and f.__name__ in ("mul", "__mul__"):
+        (x, y), first = late((x, y))
+        values, axes = align((x, y), [range(max(x.ndim, y.ndim) - v.ndim, max(x.ndim, y.ndim)) for v in (x, y)])
+        dims = [axes[i] for i in range(max(x.ndim, y.ndim))]
+        return first.like(f(*(v.local for v in values), **kwargs), dims, first.partial)
     if isinstance(y, Sharded) or not isinstance(x, Sharded):
         x, y = pytree.tree_map_only(Sharded, Sharded.reduced, (x, y))
     return _elementwise(f, x, y, **kwargs)

@@ -91,7 +91,10 @@ def _sign(name: str) -> Callable[..., Any]:
     return lambda self, *args: self.__torch_function__(getattr(Tensor, name), (), (self, *args))
 
 
-SIGNS = "add radd sub rsub mul rmul truediv rtruediv pow rpow neg ge gt le lt eq ne and or xor invert getitem matmul"
+SIGNS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg ge gt le lt eq ne and or xor invert
+    getitem matmul
+"""
 for _name in SIGNS.split():
     setattr(Value, f"__{_name}__", _sign(f"__{_name}__"))
 
@@ -133,7 +136,7 @@ class Sharded(Value):
         local: what one rank has of it.
         dims: mesh axes that split each dimension, the first outermost.
         partial: mesh axes along which each rank has a summand only, in the mesh's order.
-        source: line that made the pending sum.
+        source: line that made the pending sum. late: it may wait, see `annotate.summand`.
 
     Raises:
         ShardingError: a mesh axis is used twice.
@@ -144,7 +147,7 @@ class Sharded(Value):
         self.rules, self.mesh, self.local = rules, rules.mesh, local
         self.dims = tuple(tuple(axes) for axes in dims)
         self.partial = tuple(a for a in self.mesh.axes if a in partial)
-        self.source = author_line() if partial else ""
+        self.source, self.late = author_line() if partial else "", False
         self._global = torch.Size(n * self.mesh.size(axes) for n, axes in zip(local.shape, self.dims, strict=True))
         self._reduced: Sharded | None = None
         used = [axis for axes in self.dims for axis in axes] + list(partial)
@@ -168,11 +171,17 @@ class Sharded(Value):
         made = Sharded(self.rules, local, dims, partial)
         if self.partial and self.partial == made.partial:
             made.source = self.source
+        made.late = self.late and bool(self.partial)
         return made
 
     def dims_with(self, dim: int, *axes: Axes) -> tuple[Axes, ...]:
         """Mesh axes of each dimension, with others in place of dimension `dim`."""
         return (*self.dims[:dim], *axes, *self.dims[dim + 1 :])
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is a pending sum that may wait for a later one."""
+        return self.late and bool(self.partial) and self._reduced is None
 
     # ---- movement ----
 

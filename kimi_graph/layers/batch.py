@@ -3,6 +3,10 @@
 Sequences own KDA slots and cache pages. Slot 0 and page 0 are nobody's: padding writes there. A new sequence needs no
 clearing: it starts from zero because `lengths == counts`, whatever its slot held before.
 
+Where W devices share a sequence's tokens (context parallelism, split caches), each has a pool of its own, with a page 0
+that is nobody's. Page i of a sequence is one of device i mod W, and ids of pages and rows count through the pools of
+these devices, one after another; what a step is told is the same on all of them. W divides the pages of a sequence.
+
 Axes: B sequences (rows), T new tokens of a row, S slots, H heads, V value, K key, P pages, L latent, R rope channels.
 """
 

@@ -8,17 +8,18 @@ import functools
 from typing import Generic
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_graph import ops
 from kimi_graph.config import IndexerConfig
 from kimi_graph.ops import as_f32, at_least_f32, contract
 from kimi_graph.parallel import constrain, shard_map, ways
-from kimi_graph.parallel.annotate import own_index
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, turn
+from .stretches import POOL, best_of_all, cache_rows, check_length, own_pages, own_queries
 
 
 @param_tree
@@ -50,12 +51,20 @@ def index_key(p: Indexer[Tensor], c: IndexerConfig, x_BTD: Tensor, batch: Batch[
 
 
 def select(
-    p: Indexer[Tensor], c: IndexerConfig, x_BTD: Tensor, query_BTQ: Tensor, index: Tensor, batch: Batch[Tensor]
+    p: Indexer[Tensor],
+    c: IndexerConfig,
+    x_BTD: Tensor,
+    query_BTQ: Tensor,
+    index: Tensor,
+    batch: Batch[Tensor],
+    *,
+    step: bool,
 ) -> Tensor:
     """Positions each new token attends to: `[B, T, J]` int32, see `ops.select_keys`.
 
     All heads are summed before anything is chosen, so on a mesh not they but the queries are shared out, and every
-    device gets the positions that the others found.
+    device gets the positions that the others found. In a step, which has one query a row, each device scores its own
+    tokens of the sequence, and all keep the best of what they found.
 
     Args:
         query_BTQ: the attention query's normalised low-rank form. index: `[P, page, K]`, cached keys of all tokens.
@@ -64,10 +73,11 @@ def select(
     query_BTQ, x_BTD = constrain(query_BTQ, *own), constrain(x_BTD, *own)
     q_BTIK = rotate_front(c, contract("btq,ikq->btik", query_BTQ, p.query), batch)
     weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * as_f32(c.heads**-0.5)
-    given = ((*own, None), own, ("pages", None, None), ("batch", None), ("batch",), ("batch",))
-    run = shard_map(functools.partial(select_own, top_k=c.top_k), given, own)
+    body, pool = (select_of_own, POOL) if step else (select_own, ("batch", None, None))
+    given = ((*own, None), own, pool, ("batch", None), ("batch",), ("batch",))
+    run = shard_map(functools.partial(body, top_k=c.top_k), given, own)
     selected_BTJ = run(q_BTIK, weights_BTI, index, batch.block_table, batch.lengths, batch.counts)
-    return constrain(selected_BTJ, "batch", "sequence", None)
+    return constrain(selected_BTJ, "batch", "sequence", None)  # layers that share it, and other stages, read all
 
 
 def select_own(
@@ -81,12 +91,33 @@ def select_own(
     top_k: int,
 ) -> Tensor:
     """`ops.select_keys` for the queries of this device, a stretch of each row's. The body of a `shard_map`."""
-    if ways(q_BTIK, "index_queries") > 1:
-        tokens = q_BTIK.shape[1]
-        first = own_index(q_BTIK, "index_queries", tokens)
-        before = lengths - counts
-        lengths, counts = before + torch.minimum(counts, first + tokens), (counts - first).clamp(0, tokens)
-    return ops.select_keys(q_BTIK, weights_BTI, index, block_table, lengths, counts, top_k)
+    rows = (block_table, *own_queries(q_BTIK, "index_queries", lengths, counts))
+    return ops.select_keys(q_BTIK, weights_BTI, index, *rows, top_k)
+
+
+def select_of_own(
+    q_BTIK: Tensor,
+    weights_BTI: Tensor,
+    index: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    """`ops.select_keys` of a step's queries among the tokens of all devices. The body of a `shard_map`.
+
+    CANN's operator returns no scores of a paged cache; those of the few keys it chose are computed once more.
+    """
+    if ways(index, "cached") == 1:
+        return ops.select_keys(q_BTIK, weights_BTI, index, block_table, lengths, counts, top_k)
+    check_length(block_table, index)
+    table, held = own_pages(block_table, lengths, index)
+    found_BTJ = ops.select_keys(q_BTIK, weights_BTI, index, table, held, counts, top_k)
+    key_BJK = F.embedding(cache_rows(table, found_BTJ[:, 0], index.shape[1]), index.flatten(0, 1))
+    score_BTIJ = torch.relu(contract("btik,bjk->btij", at_least_f32(q_BTIK), at_least_f32(key_BJK)))
+    score_BTJ = contract("bti,btij->btj", at_least_f32(weights_BTI), score_BTIJ)
+    return best_of_all(score_BTJ, found_BTJ, index.shape[1])
 
 
 def rotate_front(c: IndexerConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:

@@ -9,7 +9,8 @@ Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; DeepSeek-V3.2 report (arXiv
 sections 2.4 and 5. `source=`: released names.
 """
 
-from typing import Generic
+import functools
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ from torch import Tensor
 from kimi_graph import ops, tree
 from kimi_graph.config import MlaConfig
 from kimi_graph.ops import contract
+from kimi_graph.parallel import constrain, shard_map, ways
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
+from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_queries, own_rows
 
 
 @param_tree
@@ -106,19 +109,26 @@ def mla(
         specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
         new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD, rotation)
         state, batch = new
-    query_BTX = x_BTD
+    # On a mesh the queries of a prefill are shared out, and what follows from them alone; keys are everybody's.
+    own_BTD = constrain(x_BTD, "batch", "queries", None)
+    query_BTX = own_BTD
     if p.query_down is not None and p.query_norm is not None:
-        query_BTX = ops.rms_norm(contract("btd,qd->btq", x_BTD, p.query_down), p.query_norm, c.latent_eps)
+        query_BTX = ops.rms_norm(contract("btd,qd->btq", own_BTD, p.query_down), p.query_norm, c.latent_eps)
     q_BTHK = contract("btx,hkx->bthk", query_BTX, p.query)
     q_BTHN, q_BTHR = q_BTHK[..., : c.key_nope], rotate(c, q_BTHK[..., c.key_nope :], batch)
     low_BTL = contract("btd,ld->btl", x_BTD, p.latent)
     latent_BTL = ops.rms_norm(low_BTL[..., : c.latent], p.latent_norm, c.latent_eps)
     rope_BTR = rotate(c, low_BTL[..., c.latent :], batch)
-    latent, rope = ops.cache_write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
+    write = shard_map(write_own, (NEW, NEW, POOL, POOL, ("batch",)), (POOL, POOL))
+    latent, rope = write(latent_BTL, rope_BTR, state.latent, state.rope, batch.slot_mapping)
     index = state.index
     if p.indexer is not None:
         assert c.indexer is not None and index is not None, "an indexer without its configuration or its cache"
-        index = ops.index_write(index_key(p.indexer, c.indexer, x_BTD, batch), index, batch.slot_mapping)
+        write = shard_map(write_own_index, (NEW, POOL, ("batch",)), POOL)
+        index = write(index_key(p.indexer, c.indexer, x_BTD, batch), index, batch.slot_mapping)
+    after = MlaState(latent=tap("latent", latent), rope=rope, index=index)
+    if not step:
+        latent, rope, index, batch = whole_caches(latent, rope, index, batch)
 
     if c.indexer is None or batch.block_table.shape[1] * latent.shape[1] <= c.indexer.top_k:
         selected = None
@@ -126,15 +136,46 @@ def mla(
     else:
         if p.indexer is not None:
             assert index is not None
-            selected = select(p.indexer, c.indexer, x_BTD, query_BTX, index, batch)
+            selected = select(p.indexer, c.indexer, own_BTD, query_BTX, index, batch, step=step)
         assert selected is not None, "a layer that shares a selection was given none"
         selected = tap("selected", selected)
-        o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch)
+        o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch, step=step)
     o_BTHV = tap("heads", o_BTHV)
     if p.gate is not None:
-        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", x_BTD, p.gate))
+        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", own_BTD, p.gate))
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
-    return y_BTD, MlaState(latent=tap("latent", latent), rope=rope, index=index), selected
+    return constrain(y_BTD, "batch", "sequence", None), after, selected
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+NEW, TABLE = ("batch", "sequence", None), ("batch", None)
+QUERY = ("batch", "sequence", "attn_heads", None)  # of a step
+QUERIES = ("batch", "queries", "heads", None)  # of a prefill
+
+
+def write_own(
+    latent_BTL: Tensor, rope_BTR: Tensor, latent: Tensor, rope: Tensor, slot_mapping: Tensor
+) -> tuple[Tensor, Tensor]:
+    return ops.cache_write(latent_BTL, rope_BTR, latent, rope, own_rows(slot_mapping, latent))
+
+
+def write_own_index(key_BTK: Tensor, index: Tensor, slot_mapping: Tensor) -> Tensor:
+    return ops.index_write(key_BTK, index, own_rows(slot_mapping, index))
+
+
+def whole_caches(
+    latent: Tensor, rope: Tensor, index: Tensor | None, batch: Batch[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None, Batch[Tensor]]:
+    """Pools that hold the batch's sequences whole on every device, see `in_order`, and the batch in them."""
+    pools = [pool for pool in (latent, rope, index) if pool is not None]
+    rows = ("batch", None, None)
+    read = shard_map(in_order, (TABLE, ("batch",), *[POOL] * len(pools)), (TABLE, *[rows] * len(pools)))
+    table, latent, rope, *rest = read(batch.block_table, batch.lengths, *pools)
+    return latent, rope, rest[0] if rest else None, tree.replace(batch, block_table=table)
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def rotate(c: MlaConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
@@ -158,12 +199,15 @@ def dense(
     if step:
         one_token("mla", q_BTHN)
         q_BTHL = contract("bthn,hnl->bthl", q_BTHN, up_key_HNL)
-        o_BTHL = ops.latent_attention(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, c.scale)
+        o_BTHL = _on_parts(dense_own, c, q_BTHL, q_BTHR, latent, rope, batch)
         return contract("bthl,hvl->bthv", o_BTHL, up_value_HVL)
     latent_BCL, rope_BCR = ops.cache_read(latent, rope, batch.block_table)
     k_BCHN = contract("bcl,hnl->bchn", latent_BCL, up_key_HNL)
     v_BCHV = contract("bcl,hvl->bchv", latent_BCL, up_value_HVL)
-    return ops.attention(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts, c.scale)
+    keys = ("batch", None, "heads", None)
+    given = (QUERIES, QUERIES, keys, ("batch", None, None), keys, ("batch",), ("batch",))
+    run = shard_map(functools.partial(attend_own, scale=c.scale), given, QUERIES)
+    return run(q_BTHN, q_BTHR, k_BCHN, rope_BCR, v_BCHV, batch.lengths, batch.counts)
 
 
 def sparse(
@@ -175,9 +219,117 @@ def sparse(
     rope: Tensor,
     selected_BTJ: Tensor,
     batch: Batch[Tensor],
+    *,
+    step: bool,
 ) -> Tensor:
     """Attention to the selected tokens, absorbed: `[B, T, H, V]`."""
     q_BTHL = contract("bthn,hnl->bthl", q_BTHN, p.up[:, : c.key_nope])
-    rows = (batch.block_table, batch.lengths, batch.counts)
-    o_BTHL = ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, c.scale)
+    if step:
+        o_BTHL = _on_parts(sparse_own, c, q_BTHL, q_BTHR, latent, rope, batch, selected_BTJ)
+    else:
+        rows, pool = (batch.block_table, batch.lengths, batch.counts), ("batch", None, None)
+        given = (QUERIES, QUERIES, pool, pool, ("batch", "queries", None), TABLE, ("batch",), ("batch",))
+        run = shard_map(functools.partial(attend_own_sparsely, scale=c.scale), given, QUERIES)
+        o_BTHL = run(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows)
     return contract("bthl,hvl->bthv", o_BTHL, p.up[:, c.key_nope :])
+
+
+def attend_own(
+    q_BTHN: Tensor,
+    q_BTHR: Tensor,
+    k_BCHN: Tensor,
+    k_BCR: Tensor,
+    v_BCHV: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """`ops.attention` of this device's queries. The body of a `shard_map`."""
+    lengths, counts = own_queries(q_BTHN, "queries", lengths, counts)
+    return ops.attention(q_BTHN, q_BTHR, k_BCHN, k_BCR, v_BCHV, lengths, counts, scale)
+
+
+def attend_own_sparsely(
+    q_BTHL: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    selected_BTJ: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """`ops.sparse_attention` of this device's queries. The body of a `shard_map`."""
+    rows = (block_table, *own_queries(q_BTHL, "queries", lengths, counts))
+    return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)
+
+
+def _on_parts(
+    body: Any,
+    c: MlaConfig,
+    q_BTHL: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    batch: Batch[Tensor],
+    *selected_BTJ: Tensor,
+) -> Tensor:
+    """A step's attention, each device reading its own pages of the cache: weighted latents `[B, T, H, L]`.
+
+    Where a device's heads are fewer than it reads for, those of the queries are gathered and results scattered.
+    """
+    given = (QUERY, QUERY, POOL, POOL, TABLE, ("batch",), ("batch",), *[NEW] * len(selected_BTJ))
+    run = shard_map(functools.partial(body, scale=c.scale), given, QUERY)
+    q_BTHX = constrain(torch.cat([q_BTHL, q_BTHR], -1), *QUERY)
+    q_BTHL, q_BTHR = q_BTHX[..., : c.latent], q_BTHX[..., c.latent :]
+    o_BTHL = run(q_BTHL, q_BTHR, latent, rope, batch.block_table, batch.lengths, batch.counts, *selected_BTJ)
+    return constrain(o_BTHL, "batch", "sequence", "heads", None)
+
+
+def dense_own(
+    q_BTHL: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attention to this device's tokens of each sequence. The body of a `shard_map`."""
+    if ways(latent, "cached") == 1:
+        return ops.latent_attention(q_BTHL, q_BTHR, latent, rope, block_table, lengths, scale)
+    table, held = own_pages(block_table, lengths, latent)
+    o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latent, rope, table, held, scale)
+    return merged(o_BTHL, lse_BTH, held)
+
+
+def sparse_own(
+    q_BTHL: Tensor,
+    q_BTHR: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    selected_BTJ: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attention to those of the selected tokens that this device has. The body of a `shard_map`.
+
+    CANN's operator gives no log-sum-exp of a paged cache, so on several devices their rows are gathered first, and
+    read by the one that does.
+    """
+    if ways(latent, "cached") == 1:
+        rows = (block_table, lengths, counts)
+        return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)
+    own, _ = own_pages(block_table, lengths, latent)
+    places, held = own_places(selected_BTJ[:, 0], lengths, latent)
+    table, latents, ropes = gathered_rows(places, own, (latent, rope))
+    o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latents, ropes, table, held, scale)
+    return merged(o_BTHL, lse_BTH, held)

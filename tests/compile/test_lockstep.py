@@ -26,7 +26,7 @@ from kimi_graph.models.pipeline import model_stages
 from kimi_graph.parallel import Mesh, collectives
 from kimi_graph.parallel.presets import preset
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
-from tests.compile.test_sharded import ROWS, batches, bucket, model, parameter
+from tests.compile.test_sharded import ROWS, batches, bucket, model, parameter, without_null_pages
 from tests.parallel.test_collectives import CALLS
 
 MESH = Mesh.parse("dp=2,tp=3")
@@ -73,13 +73,14 @@ def test_nodes_of_a_collective_are_legal_and_mean_what_it_means(host, name, dtyp
 class Run:
     """A step of a model in a bucket on the mesh of a stage: numbers for everything, cut to ranks where it is asked."""
 
-    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str) -> None:
-        self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data)
-        self.rules = preset(c, mesh, phase)
+    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str, *, split_cache: bool = False) -> None:
+        self.rules = preset(c, mesh, phase, split_cache=split_cache)
+        ways = self.rules.ways("cached")
+        self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data, ways)
         self.params = tree.map_with_path(parameter, decoder.model_specs(c))
         self.specs = decoder.state_specs(c, slots=self.b.slots, pages=self.b.pages, page=self.b.page, dtype=c.dtype)
         self.states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), self.specs)
-        self.through, within = batches(c, self.b, mesh.data)
+        self.through, within = batches(c, self.b, mesh.data, ways)
         self.given = {"tokens": torch.randint(c.vocab, (ROWS, self.b.tokens))} | dict(tree.items({"batch": within}))
         self.vision = None
         if self.b.images:
@@ -150,7 +151,8 @@ class Run:
             spec, before = self.named_states[name]
             local = scatter(self.mesh, before, self.dims(spec))[0].shape
             got = gather(self.mesh, [r.states[name].reshape(local) for r in ran], self.dims(spec))
-            assert difference(got, want[name]) <= ROUNDING, name
+            owned = (without_null_pages(self.rules, name, x) for x in (got, want[name]))
+            assert difference(*owned) <= ROUNDING, name
         return set(ran[0].states)
 
 
@@ -192,6 +194,26 @@ def test_stages_one_after_another_compute_what_the_model_does(host, name, mesh, 
     assert seen == set(run.named_states)
     weights = [name for made in graphs for name in made.graph.weights]
     assert len(set(weights)) == len(weights)  # none of these models has its head tied to its embedding
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2", "tp=2 split"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+def test_a_model_whose_caches_are_split_computes_what_it_does_without(host, name, mesh, phase):
+    text, *split = mesh.split()
+    run = Run(model(name), Mesh.parse(text), phase, split_cache=bool(split))
+    graph = build_graph(Request(config=run.c, target=A3), run.b, host, rules=run.rules)
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert difference(got, logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["kimi-k3.1-pro", "glm-5.2"])
+def test_stages_whose_caches_are_split_hand_on_what_one_stage_computes(host, name, phase):
+    test_stages_one_after_another_compute_what_the_model_does(host, name, "pp=2,cp=2,tp=2", phase)
 
 
 # ---- ranks that do not come together ---------------------------------------------------------------------------------

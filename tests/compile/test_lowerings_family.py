@@ -157,6 +157,18 @@ def latent(heads: int) -> Case:
     return Case(lambda **x: ops.latent_attention(**x, scale=192**-0.5), args)
 
 
+def latent_lse(heads: int) -> Case:
+    args = latent(heads).args | {"lengths": LENGTHS.clamp(min=1)}  # what a row without a key has is not said
+    return Case(lambda **x: ops.latent_attention_lse(**x, scale=192**-0.5), args)
+
+
+def merged_best() -> Case:
+    """Scores of three devices, some equal, some without a key."""
+    score = torch.tensor([3.0, 1, 1, 2, -1e30, 1, 3, -2]).view(1, 1, 8).expand(2, 1, 8).contiguous()
+    position = torch.tensor([[9, 4, 30, 2, 77, 3, 8, 1], [0, 7, 6, 5, 70, 3, 2, 1]], dtype=I32).view(2, 1, 8)
+    return Case(lambda **x: ops.best_positions(**x, top_k=5), {"score": score, "position": position})
+
+
 def expanded(heads: int, nope: int, value: int) -> Case:
     args = {"q_nope": rand(2, 4, heads, nope), "q_rope": rand(2, 4, heads, 64), "k_nope": rand(2, 32, heads, nope)}
     args |= {"k_rope": rand(2, 32, 64), "v": rand(2, 32, heads, value)}
@@ -213,6 +225,8 @@ CASES = {
     "sparse_attention of 3 heads": attended(3),
     "latent_attention of 4 heads": latent(4),
     "latent_attention of 6 heads": latent(6),
+    "latent_attention_lse of 6 heads": latent_lse(6),
+    "best_positions": merged_best(),
     "attention, 128 + 64 to 128": expanded(3, 128, 128),
     "attention, 192 + 64 to 256": expanded(3, 192, 256),
     "moe_route without groups": routed(1, 1),

@@ -13,6 +13,7 @@ from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
 from kimi_graph.compile.sharded import ShardedCapture, check
 from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig, MoeConfig
+from kimi_graph.errors import ShardingError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
@@ -27,6 +28,7 @@ MESHES = ("tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2")
 ROWS, PAGE, PAGES = 4, 16, 6  # 96 tokens a sequence: more than the fixtures' top-k of 64, so that keys are selected
 TOKENS = 12  # of a prefill; split over 2 and 4 where the indexer's queries are
 BEFORE = torch.tensor([70, 3, 80, 0])
+STEPS = torch.ones(ROWS).long()
 PATCHES = 16
 
 # Collectives by part, all in all; those of MoE by whether its experts are latent, and whether they are split over data.
@@ -40,25 +42,49 @@ def model(name: str) -> ModelConfig:
     return small_model(name)
 
 
-def bucket(c: ModelConfig, phase: str, shards: int) -> Bucket:
-    """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own."""
+def sequence_pages(ways: int) -> int:
+    """Pages of a sequence that so many devices share."""
+    return -(-PAGES // ways) * ways
+
+
+def bucket(c: ModelConfig, phase: str, shards: int, ways: int = 1) -> Bucket:
+    """Rows, pages and slots of all ranks: each shard of rows has a null page and a null slot of its own.
+
+    Args:
+        ways: devices that share a sequence; each has a null page.
+    """
     tokens = {"vision": PATCHES, "prefill": TOKENS, "decode": 1}[phase]
-    pages, slots = ROWS * PAGES + shards, ROWS + shards
+    each = sequence_pages(ways)
+    pages, slots = ROWS * each + shards * ways, ROWS + shards
     images = 4 if c.vision is not None and phase != "decode" else 0
     return Bucket(
-        phase=phase, rows=ROWS, tokens=tokens, page=PAGE, pages=pages, sequence_pages=PAGES, slots=slots, images=images
+        phase=phase, rows=ROWS, tokens=tokens, page=PAGE, pages=pages, sequence_pages=each, slots=slots, images=images
     )
 
 
-def batches(c: ModelConfig, b: Bucket, shards: int) -> tuple[Batch[Tensor], Batch[Tensor]]:
+def page_table(rows: int, ways: int) -> Tensor:
+    """Pages of each row: page i of a sequence is one of device i mod ways; page 0 of each device is nobody's."""
+    each = sequence_pages(ways) // ways
+    own = torch.arange(1, rows * each + 1, dtype=torch.int32).view(rows, each, 1)
+    return (own + torch.arange(ways, dtype=torch.int32) * (rows * each + 1)).flatten(1)
+
+
+def without_null_pages(rules: Rules, name: str, x: Tensor) -> Tensor:
+    """A state without the pages that are nobody's: devices write each other's tokens there."""
+    if not name.endswith((".latent", ".rope", ".index")):
+        return x
+    return x.unflatten(0, (rules.ways("pages"), -1))[:, 1:]
+
+
+def batches(c: ModelConfig, b: Bucket, shards: int, ways: int = 1) -> tuple[Batch[Tensor], Batch[Tensor]]:
     """A batch whose ids count through the pools of all shards, and the same with ids within each."""
     rows = ROWS // shards
-    counts = torch.ones(ROWS).long() if b.step else torch.tensor([TOKENS, 7, 0, 9])
-    table = torch.arange(1, rows * PAGES + 1, dtype=torch.int32).view(rows, PAGES)
+    counts = STEPS if b.step else torch.tensor([TOKENS, 7, 0, 9])
+    table = page_table(rows, ways)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
     within, through = [], []
     for i in range(shards):
-        some, page = slice(i * rows, (i + 1) * rows), i * (rows * PAGES + 1)
+        some, page = slice(i * rows, (i + 1) * rows), i * b.pages // shards
         own = step_batch(table, slots, BEFORE[some], counts[some], b.tokens, PAGE, rope=c.rotation, dtype=torch.float64)
         within.append(own)
         moved = {"slots": own.slots + i * (rows + 1), "block_table": own.block_table + page}
@@ -81,7 +107,7 @@ def parameter(path: str, spec: ParamSpec) -> Tensor:
     return init_tensor(spec, path).double()
 
 
-def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int) -> tuple[Any, Any]:
+def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards: int, ways: int = 1) -> tuple[Any, Any]:
     """Numbers for a part's arguments: on the mesh, and without it."""
     specs = decoder.model_specs(c)
     vision = b.phase == "vision"
@@ -93,7 +119,7 @@ def values_of(c: ModelConfig, b: Bucket, use: Use, args: dict[str, Any], shards:
         assert c.vision is not None
         tables = vision_tables(c.vision, (1, 4, 4), PATCHES, torch.float64)
         return found | {"tables": tables}, None
-    through, within = batches(c, b, shards)
+    through, within = batches(c, b, shards, ways)
     return found | {"batch": within}, found | {"batch": through}
 
 
@@ -104,8 +130,9 @@ def parts(c: ModelConfig, b: Bucket, rules: Rules) -> dict[str, ShardedCapture]:
     for use in phases.uses(c, b):
         if use.part not in found:
             f, args = piece(use)
-            values, unsharded = values_of(c, b, use, args, shards)
-            found[use.part] = check(rules, f, values, *axes(use), unsharded=unsharded)
+            values, unsharded = values_of(c, b, use, args, shards, rules.ways("cached"))
+            owned = functools.partial(without_null_pages, rules)
+            found[use.part] = check(rules, f, values, *axes(use), unsharded=unsharded, compared=owned)
     return found
 
 
@@ -162,3 +189,80 @@ def test_parts_of_a_vision_tower_on_a_mesh_equal_those_without(mesh):
     c, m = model("kimi-k3"), Mesh.parse(mesh)
     b = bucket(c, "vision", 1)
     assert counts(parts(c, b, preset(c, m, "vision"))) == expected(c, b, m)
+
+
+# ---- caches that are split by sequence -------------------------------------------------------------------------------
+
+# Of a mixer in a step: scores and positions of the best keys, log-sum-exps, and the sum that waited for the output.
+# In a prefill: pages of the batch, selected positions, and the stretches of the results beside their sum over tensor.
+STEP = {"mla": ("all_gather", "all_gather", "all_reduce"), "mla_shared": ("all_gather", "all_reduce")}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2", "cp=3"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_of_a_model_whose_caches_are_split_equal_those_without(name, mesh, phase):
+    c, m = model(name), Mesh.parse(mesh)
+    rules = preset(c, m, phase)
+    b = bucket(c, phase, m.data, rules.ways("cached"))
+    found = {part: tuple(i.name for i in x.collectives) for part, x in parts(c, b, rules).items()}
+    dense = not any(getattr(x.mixer, "indexer", None) for x in c.layers)
+    summed = ("all_reduce",) * (m.tensor > 1)
+    assert found.get("kda", summed) == summed
+    if b.step:
+        assert found["mla"] == STEP["mla_shared" if dense else "mla"]
+        assert found.get("mla_shared", STEP["mla_shared"]) == STEP["mla_shared"]
+    else:
+        read, left = ("all_gather",), (*summed, "all_gather")
+        assert found["mla"] == (*read, *(() if dense else ("all_gather",)), *left)
+        assert found.get("mla_shared", (*read, *left)) == (*read, *left)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=2", "cp=2,tp=2"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "glm-5.2"])
+def test_caches_may_be_split_over_tensor_as_well(name, mesh, phase):
+    c, m = model(name), Mesh.parse(mesh)
+    rules = preset(c, m, phase, split_cache=True)
+    assert rules.on("cached")[-1] == "tensor"
+    found = parts(c, bucket(c, phase, m.data, rules.ways("cached")), rules)
+    if phase == "decode":  # heads of the queries are gathered, results scattered to the heads of a rank
+        heads = ("all_gather", "all_gather", "reduce_scatter", "all_reduce")
+        names = tuple(i.name for i in found["mla"].collectives)
+        assert names == (heads if name == "kimi-linear-48b" else ("all_gather", *heads))
+
+
+@pytest.mark.parametrize("before", [(0, 0, 0, 0), (15, 16, 17, 31), (95, 63, 64, 1)])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_step_is_exact_wherever_sequences_end(name, before, monkeypatch):
+    """Before, on and after the boundary of a page; sequences within one page, of which most devices have nothing."""
+    monkeypatch.setitem(globals(), "BEFORE", torch.tensor(before))
+    c, m = model(name), Mesh.parse("cp=4")
+    parts(c, bucket(c, "decode", 1, 4), preset(c, m, "decode"))
+
+
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_rows_without_a_sequence_give_no_nan(name, monkeypatch):
+    monkeypatch.setitem(globals(), "BEFORE", torch.tensor([70, 0, 20, 0]))
+    monkeypatch.setitem(globals(), "STEPS", torch.tensor([1, 0, 1, 0]))
+    c, m = model(name), Mesh.parse("cp=2,tp=2")
+    parts(c, bucket(c, "decode", 1, 2), preset(c, m, "decode"))
+
+
+def test_pages_of_a_sequence_that_do_not_divide_are_refused_with_the_nearest_number():
+    c, m = model("kimi-linear-48b"), Mesh.parse("cp=4")
+    b = dataclasses.replace(bucket(c, "decode", 1, 4), sequence_pages=6)
+    with pytest.raises(
+        ShardingError, match=r"sequences of 6 pages do not divide over the 4 devices .* nearest: 8 pages"
+    ):
+        phases.capture_sharded_pieces(c, b, preset(c, m, "decode"))
+
+
+def test_equal_scores_on_several_devices_go_to_the_lower_position(monkeypatch):
+    """With index weights of zero all scores are equal, and the first tokens are selected."""
+    c, m = model("kimi-k3.1-pro"), Mesh.parse("cp=4")
+    monkeypatch.setitem(
+        globals(), "parameter", lambda path, spec: init_tensor(spec, path).double() * ("weights" not in path)
+    )
+    found = parts(c, bucket(c, "decode", 1, 4), preset(c, m, "decode"))
+    assert "mla" in found

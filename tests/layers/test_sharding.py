@@ -36,6 +36,7 @@ RULES = {
     "heads": "tensor", "key": None, "value": None, "gate_rank": None, "latent": None,
     "ffn": "tensor", "experts": "tensor", "expert_ffn": None, "vocab": "tensor",
     "query_latent": None, "index_heads": None, "expert_embed": None, "sequence": None, "index_queries": None,
+    "cached": None, "attn_heads": "tensor", "queries": None,
 }  # fmt: skip
 
 ROWS, TOKENS, PAGE, PAGES, EMBED, EPS = 4, 5, 4, 3, 12, 1e-5

@@ -139,3 +139,16 @@ def test_a_bfloat16_cache_is_widened_in_parts_with_the_same_result(monkeypatch):
     exact = ops.latent_attention(*(x.double() for x in q), *(x.double() for x in pools), table, lengths, 0.4)
     for o in (whole, parts):  # one rounding to bfloat16
         assert (o.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
+
+
+def test_parts_of_a_cache_merge_to_the_whole_by_their_log_sum_exps():
+    q, q_rope = torch.randn(1, 1, 3, 6, dtype=torch.float64), torch.randn(1, 1, 3, 2, dtype=torch.float64)
+    latent, rope = torch.randn(4, 5, 6, dtype=torch.float64), torch.randn(4, 5, 2, dtype=torch.float64)
+    whole = ops.latent_attention(q, q_rope, latent, rope, torch.tensor([[2, 1, 3]]).int(), torch.tensor([13]), 0.4)
+    parts = [([[2, 1]], 10), ([[3, 0]], 3), ([[0, 0]], 0)]
+    found = [
+        ops.latent_attention_lse(q, q_rope, latent, rope, torch.tensor(t).int(), torch.tensor([n]), 0.4)
+        for t, n in parts
+    ]
+    share = torch.stack([lse for _, lse in found]).softmax(0)
+    torch.testing.assert_close(sum(o * s[..., None] for (o, _), s in zip(found, share, strict=True)), whole)

@@ -85,6 +85,7 @@ def quantised_sparse_attention() -> list[Any]:
 INPUTS: dict[str, Callable[[], list[Any]]] = {
     "attention": attention,
     "batch_matmul": lambda: [normal(3, 5, 4), normal(3, 6, 4), True],
+    "best_positions": lambda: [normal(B, T, 9), torch.rand(B, T, 9).argsort(2).int(), 4],
     "cache_read": lambda: [normal(P, G, L), normal(P, G, R), TABLE],
     "cache_write": lambda: [
         normal(B, T, L),
@@ -102,11 +103,13 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
     "kda_step": lambda: [*kda(1), SLOTS, 0.4],
     "l2_norm": lambda: [normal(B, T, H, K), 1e-6],
     "latent_attention": latent_attention,
+    "latent_attention_lse": latent_attention,
     "layer_norm": lambda: [normal(B, T, V), normal(V), normal(V), 1e-6],
     "matmul": lambda: [normal(5, 4), normal(6, 4), True],
     "moe_combine": combine,
     "moe_dispatch": lambda: [normal(T, 6), chosen(), 3, 2],
     "moe_route": lambda: [normal(T, 6), normal(6), 2, 2.5, 3, 2],
+    "numbered_pages": lambda: [TABLE],
     "quantised_cache_write": lambda: [normal(B, T, 256), normal(B, T, R), rows(), torch.randperm(24)[:14]],
     "quantised_index_write": lambda: [normal(B, T, K), eight(P, G, K), normal(P, G).exp(), torch.randperm(24)[:14]],
     "quantised_select_keys": lambda: [
@@ -132,6 +135,7 @@ F32 = {
     "memory",
     "bias",
     "log_rate",
+    "score",
     "scores",
     "weights",
     "cos",

@@ -193,3 +193,17 @@ def test_index_keys_land_in_their_cache_rows_and_nowhere_else():
     with ops.donating():
         assert ops.index_write(key, given, mapping) is given
     assert torch.equal(given, got)
+
+
+def test_best_positions_of_parts_are_those_of_the_whole():
+    """Scores with many ties, shared out over three devices that each name the best of theirs."""
+    score = torch.randint(4, (2, 1, 30)).float()
+    whole = score.sort(dim=2, descending=True, stable=True).indices[:, :, :7].int()
+    order = torch.randperm(30)
+    assert torch.equal(ops.best_positions(score[:, :, order], order.int().expand(2, 1, 30), 7), whole)
+
+
+def test_best_positions_end_with_the_last_key():
+    score = torch.tensor([[[ops.NO_SCORE, 2.0, ops.NO_SCORE, 5.0]]])
+    found = ops.best_positions(score, torch.tensor([[[7, 4, 7, 9]]], dtype=torch.int32), 3)
+    assert found.tolist() == [[[9, 4, -1]]]

@@ -7,7 +7,7 @@ import torch
 
 from kimi_graph.compile.sharded import capture_on, check
 from kimi_graph.errors import ShardingError
-from kimi_graph.parallel import Mesh, Rules, shard_map, summand
+from kimi_graph.parallel import Mesh, Rules, constrain, shard_map, summand
 from kimi_graph.parallel.annotate import (
     all_gather,
     all_reduce,
@@ -214,3 +214,78 @@ def test_what_a_factory_makes_varies_by_nothing():
         return {"y": shard_map(body, (("heads",),), ("heads",))(x) if not isinstance(x, torch.Tensor) else x + 1}
 
     check(rules(), f, {"x": normal(6)}, {"x": "heads"}, {"y": "heads"})
+
+
+# ---- sums that wait --------------------------------------------------------------------------------------------------
+
+
+def waiting(late: bool, then: Any) -> Any:
+    """A summand of each device along `cached`, and what is computed with it afterwards."""
+
+    def body(x):
+        return summand(x.sum(1), "cached", late=late)
+
+    def f(x, w):
+        return {"y": then(shard_map(body, (("batch", "cached", "heads"),), ("batch", "heads"))(x), w)}
+
+    return f
+
+
+def project(x: Any, w: Any) -> Any:
+    return torch.einsum("bh,hd->bd", x * torch.sigmoid(w).sum(1), w)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_sum_that_may_wait_is_taken_with_the_one_that_follows_it(late):
+    r = Rules.of(Mesh.parse("cp=2,tp=3"), {"batch": None, "heads": "tensor", "cached": "context"})
+    args, axes = {"x": normal(4, 8, 6), "w": normal(6, 5)}, {"x": "batch cached heads", "w": "heads _"}
+    piece = check(r, waiting(late, project), args, axes, {"y": "batch _"})
+    each = ["all_reduce context [4, 2] float64", "all_reduce tensor [4, 5] float64"]
+    assert [str(c) for c in piece.collectives] == (["all_reduce context,tensor [4, 5] float64"] if late else each)
+
+
+@pytest.mark.parametrize(
+    "then, taken",
+    [
+        (lambda x, w: x * x, 1),  # a product of two sums is no sum of products
+        (lambda x, w: torch.einsum("bh,ch->bc", x, x), 1),
+        (lambda x, w: torch.exp(x) + x, 1),
+        (lambda x, w: (x * 2) * w[:, 0], 1),
+        (lambda x, w: x + w[:, 0], 1),  # what is added is added once
+    ],
+)
+def test_a_sum_that_may_wait_is_taken_before_what_is_not_linear_in_it(then, taken):
+    r = Rules.of(Mesh.parse("cp=2"), {"batch": None, "heads": None, "cached": "context"})
+    args, axes = {"x": normal(4, 8, 6), "w": normal(6, 5)}, {"x": "batch cached heads", "w": "heads _"}
+    out = {"y": "batch _"}
+    assert len(check(r, waiting(True, then), args, axes, out).collectives) == taken
+
+
+def test_a_sum_that_waits_may_be_scattered_in_part():
+    r = Rules.of(
+        Mesh.parse("cp=2,tp=3"), {"batch": None, "heads": None, "cached": ("context", "tensor"), "own": "tensor"}
+    )
+
+    def then(x, w):
+        return torch.einsum("bh,hd->bd", constrain(x, None, "own"), constrain(w, "own", None))
+
+    args, axes = {"x": normal(4, 12, 6), "w": normal(6, 5)}, {"x": "batch cached heads", "w": "_ _"}
+    piece = check(r, waiting(True, then), args, axes, {"y": "batch _"})
+    names = [(c.name, c.axes) for c in piece.collectives]
+    assert names == [("reduce_scatter", ("tensor",)), ("all_reduce", ("context", "tensor"))]
+
+
+def test_a_dimension_may_be_split_by_two_logical_axes():
+    """Pages are split by the rows that own them and by stretches: a sum over the stretches does not mix rows."""
+    r = Rules.of(Mesh.parse("dp=2,cp=3"), {"batch": "data", "cached": "context", "pages": ("data", "context")})
+
+    def body(x, y):
+        return x + all_reduce(x.sum(), "cached") + y, y
+
+    def f(x, y):
+        if isinstance(x, torch.Tensor):
+            return {"x": x + x.view(2, -1).sum(1).repeat_interleave(6) + y.repeat_interleave(6)}
+        pool = (("batch", "cached"),)
+        return {"x": shard_map(body, (pool, ("batch",)), (pool, ("batch",)))(x, y)[0]}
+
+    check(r, f, {"x": normal(12), "y": normal(2)}, {"x": "pages", "y": "batch"}, {"x": "pages"})

@@ -31,18 +31,21 @@ def test_states_are_placed_alike_in_all_phases(k31):
             assert len({rules.on(axis) for rules in each}) == 1
 
 
-def test_tokens_of_a_row_are_split_over_context_in_prefill_alone(k31):
+def test_queries_and_rows_of_experts_are_split_over_context_in_prefill_alone_and_caches_always(k31):
     mesh = Mesh.parse("cp=4,tp=2")
-    assert preset(k31, mesh, "prefill").on("sequence") == ("context",)
-    assert preset(k31, mesh, "decode").on("sequence") == ()
-    assert preset(k31, mesh, "decode").on("pages") == ("context",)
+    prefill, decode = preset(k31, mesh, "prefill"), preset(k31, mesh, "decode")
+    for axis in ("queries", "token"):
+        assert (prefill.on(axis), decode.on(axis)) == (("context",), ())
+    for axis in ("pages", "cached"):
+        assert prefill.on(axis) == decode.on(axis) == ("context",)
+    assert prefill.on("sequence") == decode.on("sequence") == ()
 
 
 def test_the_indexer_splits_its_queries_in_prefill_and_the_sequence_in_decode(k31):
-    mesh = Mesh.parse("tp=4")
+    mesh = Mesh.parse("cp=2,tp=4")
     prefill, decode = preset(k31, mesh, "prefill"), preset(k31, mesh, "decode")
-    assert (prefill.on("index_queries"), prefill.on("index_cached")) == (("tensor",), ())
-    assert (decode.on("index_queries"), decode.on("index_cached")) == ((), ("tensor",))
+    assert prefill.on("index_queries") == ("context", "tensor")
+    assert (decode.on("index_queries"), decode.on("cached")) == ((), ("context",))
 
 
 def test_caches_split_over_tensor_leave_attention_all_heads(k31):

@@ -65,7 +65,7 @@ def fused_infer_attention_score(
     sparse, page, layout = op.attr("sparse_mode", 0), op.attr("block_size", 0), op.attr("input_layout", "BSH")
     scale = op.attr("scale", 1.0)
     op.expect(
-        pre_tokens=UNLIMITED, next_tokens=UNLIMITED, antiquant_mode=0, softmax_lse_flag=False,
+        pre_tokens=UNLIMITED, next_tokens=UNLIMITED, antiquant_mode=0, softmax_lse_flag=(False, True),
         key_antiquant_mode=0, value_antiquant_mode=0, query_quant_mode=0, pse_type=0, out_dtype=0,
     )  # fmt: skip
     op.must(inner_precise=0)  # the one value the documents allow for bfloat16 everywhere; the prototype's default is 1
@@ -90,8 +90,13 @@ def fused_infer_attention_score(
     lengths_q = _lengths(op, actual_seq_lengths, q.shape[0], q.shape[2], q.device)
     lengths_kv = _lengths(op, actual_seq_lengths_kv, q.shape[0], k.shape[2], q.device)
     hidden = _hidden(op, sparse, atten_mask, q, k, lengths_q, lengths_kv)
-    out = _attend(q, q_rope, k, k_rope, v, hidden, lengths_q, lengths_kv, scale)
-    return _leave(out, leaving), query.new_empty(0, dtype=torch.float64 if op.exact else torch.float32)
+    wide = torch.float64 if op.exact else torch.float32
+    lse = q.new_full((*q.shape[:3], 1), float("inf"), dtype=wide)  # what rows without a key have is not documented
+    out = _attend(q, q_rope, k, k_rope, v, hidden, lengths_q, lengths_kv, scale, lse)
+    if not op.attr("softmax_lse_flag", False):
+        return _leave(out, leaving), query.new_empty(0, dtype=wide)
+    op.require(layout in ("BNSD", "BSND"), f"log-sum-exp in input_layout {layout!r}, supported is BNSD or BSND")
+    return _leave(out, leaving), lse
 
 
 def _heads_first(op: Op, x: Tensor, layout: str, heads: int) -> Tensor:
@@ -221,10 +226,11 @@ def _attend(
     lengths_q: Tensor,
     lengths_kv: Tensor,
     scale: float,
+    lse: Tensor,
 ) -> Tensor:
-    """`[B, N, S, V]`, zeros where there is no key to see. Cache rows past a length are never read.
+    """`[B, N, S, V]`, zeros where there is no key to see; `lse` `[B, N, S, 1]` is filled where there is one.
 
-    Some queries at a time, so that scores stay in cache.
+    Cache rows past a length are never read. Some queries at a time, so that scores stay in cache.
     """
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     if q.is_meta:
@@ -235,7 +241,7 @@ def _attend(
         for start in range(0, queries if keys else 0, size):
             some = slice(start, min(start + size, queries))
             aims = q[row, :, some], None if q_rope is None else q_rope[row, :, some]
-            out[row, :, some] = _attend_some(aims, seen, hidden[row, some, :keys], scale, q.dtype)
+            out[row, :, some], lse[row, :, some, 0] = _attend_some(aims, seen, hidden[row, some, :keys], scale, q.dtype)
     return out
 
 
@@ -245,8 +251,12 @@ def _attend_some(
     hidden: Tensor,
     scale: float,
     dtype: torch.dtype,
-) -> Tensor:
-    """Of one sequence: queries and their rope part `[N, n, .]` to keys, their rope part and values `[M, C, .]`."""
+) -> tuple[Tensor, Tensor]:
+    """Of one sequence: queries and their rope part `[N, n, .]` to keys, their rope part and values `[M, C, .]`.
+
+    Returns:
+        `[N, n, V]` and log-sum-exps `[N, n]`, infinite where there is no key to see.
+    """
     k, k_rope, v = seen
     assert k is not None and v is not None
     scores = _scores(aims[0], k)
@@ -258,7 +268,8 @@ def _attend_some(
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True).masked_fill(empty, 1)
     o = at_least_f32(weights.to(dtype)) @ v[:, None] / total
-    return o.masked_fill(empty, 0).flatten(0, 1).to(dtype)
+    lse = (top + total.log()).masked_fill(empty, float("inf"))
+    return o.masked_fill(empty, 0).flatten(0, 1).to(dtype), lse[..., 0].flatten(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:

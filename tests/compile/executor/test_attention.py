@@ -177,6 +177,19 @@ def test_absorbed_attention_reads_pages_by_table(build, layout, four):
     assert not out.isnan().any()  # the row of length 0 gives zeros
 
 
+def test_absorbed_attention_gives_the_log_sum_exp_of_its_scores(build):
+    out, lse = Absorbed.graph(build, [20, 16, 0], softmax_lse_flag=True).run().outputs
+    torch.testing.assert_close(out.transpose(1, 2), Absorbed.expected([20, 16, 0]), rtol=1e-12, atol=1e-12)
+    assert lse.shape == (3, 4, 1, 1)
+    for row, length in enumerate([20, 16]):
+        pages = Absorbed.table[row].long().clamp(min=0)
+        latent, rope = (pool[pages].flatten(0, 1)[:length].double() for pool in (Absorbed.latent, Absorbed.rope))
+        scores = Absorbed.q[row, 0].double() @ latent.mT + Absorbed.q_rope[row, 0].double() @ rope.mT
+        want = (scores * Absorbed.attrs["scale"]).logsumexp(-1)
+        torch.testing.assert_close(lse[row, :, 0, 0], want, rtol=1e-12, atol=1e-12)
+    assert lse[2].isinf().all()  # nobody may use what a row without a key has
+
+
 def test_a_page_that_does_not_exist_is_refused(build):
     table = torch.tensor([[2, 6], [3, 0], [0, 0]], dtype=torch.int32)
     with pytest.raises(KimiGraphError, match=r"fia .*block_table names page 6 of 6"):
@@ -199,7 +212,8 @@ def test_a_length_past_the_cache_is_refused(build):
         ({"sparse_mode": 3}, "sparse_mode 3 needs atten_mask"),
         ({"input_layout": "TND"}, "input_layout 'TND', supported is"),
         ({"input_layout": "BNSD_BSND"}, "input_layout 'BNSD_BSND' for width 512"),
-        ({"softmax_lse_flag": True}, "attribute 'softmax_lse_flag' is True, supported is False"),
+        ({"softmax_lse_flag": 2}, "attribute 'softmax_lse_flag' is 2, supported is False or True"),
+        ({"softmax_lse_flag": True, "input_layout": "BNSD_NBSD"}, "log-sum-exp in input_layout 'BNSD_NBSD'"),
         ({"pre_tokens": 0}, "attribute 'pre_tokens' is 0"),
         ({"antiquant_mode": 1}, "attribute 'antiquant_mode' is 1"),
         ({"inner_precise": 2}, "attribute 'inner_precise' is 2, supported is 0"),
