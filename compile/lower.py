@@ -378,6 +378,12 @@ def _swap(ge: Room, x: Value, first: int, second: int) -> Value:
     return _permute(ge, x, order)
 
 
+@_lowers(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _arange(ge: Room, *ends: int, **ignored: Any) -> Value:
+    """A constant: GE would make the same numbers in every step."""
+    return ge.const(list(range(*ends)), ge.result.dtype)
+
+
 @_lowers(aten.softplus.default)
 def _softplus(ge: Room, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     return ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))

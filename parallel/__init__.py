@@ -1,7 +1,7 @@
 """Placement: a mesh of devices, what of it splits each logical axis, and what layer code may say about it."""
 
 from . import body, rules_of_torch  # noqa: F401  the rules of global values register themselves
-from .annotate import constrain, local_ids, shard_map, summand, ways
+from .annotate import constrain, local_ids, own_index, shard_map, summand, ways
 from .balance import balance
 from .mesh import Mesh
 from .placement import Placement, place, place_tree, shard, unshard
@@ -15,6 +15,7 @@ __all__ = [
     "balance",
     "constrain",
     "local_ids",
+    "own_index",
     "place",
     "place_tree",
     "preset",

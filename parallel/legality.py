@@ -84,16 +84,16 @@ def faults(sizes: Iterable[Size], rules: Rules, padding: Padding | None = None) 
     """Every size that the rules do not divide.
 
     Args:
-        padding: physical sizes that replace some; see `pad`.
+        padding: physical sizes that replace some, beside those of the rules; see `pad`.
 
     Raises:
         ShardingError: an axis without a rule.
     """
-    padding, found = padding or {}, []
+    rules, found = rules.padded(padding or {}), []
     for s in sizes:
         over = rules.on(s.axis)
         ways = rules.mesh.size(over)
-        if padding.get((s.axis, s.size), s.size) % ways:
+        if rules.physical(s.axis, s.size) % ways:
             found.append(Fault(size=s, over=over, ways=ways, remedies=tuple(_remedies(s, over, ways, rules.mesh))))
     return found
 
@@ -112,7 +112,7 @@ def require(found: Iterable[Fault]) -> None:
 def pad(sizes: Iterable[Size], rules: Rules) -> dict[tuple[str, int], int]:
     """Physical sizes of the axes that may be padded and do not divide: the vocabulary and experts.
 
-    It stays exact. No token has an id in the padded vocabulary, and its logits are cut off; the router knows the
+    It stays exact. No token has an id in the padded vocabulary, and its logits are minus infinity; the router knows the
     model's own experts alone, so added ones get no rows, or serve as copies of busy ones (see `balance`).
     """
     padded = {}

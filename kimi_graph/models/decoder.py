@@ -23,6 +23,7 @@ from kimi_graph import layers, ops, tree
 from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.layers import AttnResidual, Batch, Ffn, Kda, KdaState, Mla, MlaState, Moe
 from kimi_graph.ops.contract import contract
+from kimi_graph.parallel import own_index, shard_map
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import scope, tap
 from kimi_graph.tree import Leaf, param_tree
@@ -239,7 +240,8 @@ def run_part(
         return [layers.replace_rows(F.embedding(given[0], p["embed"]), given[1], given[2])], None
     if part == "head":
         x_BTD = last_token(given[0], batch.counts) if how.last_only else given[0]
-        return [contract("btd,vd->btv", ops.rms_norm(x_BTD, p["norm"], c.norm_eps), p["head"])], None
+        logits_BTV = contract("btd,vd->btv", ops.rms_norm(x_BTD, p["norm"], c.norm_eps), p["head"])
+        return [own_words(logits_BTV, c.vocab, "sequence" if not how.last_only else None)], None
     assert use.layer is not None
     with scope(part):
         if part in ("kda", "mla"):
@@ -270,6 +272,23 @@ def last_token(x_BTD: Tensor, counts_B: Tensor) -> Tensor:
     """The last real token of each row: `[B, T, D]` -> `[B, 1, D]` (the first of a row without tokens)."""
     at_B = (counts_B - 1).clamp(min=0)
     return torch.gather(x_BTD, 1, at_B[:, None, None].expand(x_BTD.shape[0], 1, x_BTD.shape[2]))
+
+
+def own_words(logits_BTV: Tensor, vocab: int, tokens: str | None) -> Tensor:
+    """Minus infinity for words that only a padded vocabulary has: they never win, and weigh nothing.
+
+    Args:
+        vocab: words that the model has. tokens: logical axis of T.
+    """
+    if logits_BTV.shape[-1] == vocab:
+        return logits_BTV
+
+    def masked(x: Tensor) -> Tensor:
+        words = torch.arange(x.shape[-1], device=x.device) + own_index(x, "vocab", x.shape[-1])
+        return x.masked_fill(words >= vocab, float("-inf"))
+
+    axes = ("batch", tokens, "vocab")
+    return shard_map(masked, (axes,), axes)(logits_BTV)
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------

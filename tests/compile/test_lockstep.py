@@ -23,10 +23,10 @@ from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import model_stages
-from kimi_graph.parallel import Mesh, collectives
+from kimi_graph.parallel import Mesh, Rules, collectives, place, shard
 from kimi_graph.parallel.presets import preset
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
-from tests.compile.test_sharded import ROWS, batches, bucket, model, parameter
+from tests.compile.test_sharded import ROWS, batches, bucket, in_threes, model, padded, parameter
 from tests.parallel.test_collectives import CALLS
 
 MESH = Mesh.parse("dp=2,tp=3")
@@ -73,9 +73,9 @@ def test_nodes_of_a_collective_are_legal_and_mean_what_it_means(host, name, dtyp
 class Run:
     """A step of a model in a bucket on the mesh of a stage: numbers for everything, cut to ranks where it is asked."""
 
-    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str) -> None:
+    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str, rules: Rules | None = None) -> None:
         self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data)
-        self.rules = preset(c, mesh, phase)
+        self.rules = preset(c, mesh, phase) if rules is None else rules
         self.params = tree.map_with_path(parameter, decoder.model_specs(c))
         self.specs = decoder.state_specs(c, slots=self.b.slots, pages=self.b.pages, page=self.b.page, dtype=c.dtype)
         self.states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), self.specs)
@@ -126,7 +126,8 @@ class Run:
                 parts = [causal_mask(2048)] * self.mesh.world
             elif op.name in graph.weights:
                 path, steps = graph.weights[op.name]
-                cut = scatter(self.mesh, params[path], self.dims(specs[path]))
+                placed = place(path, specs[path], self.rules, self.c.dtype)
+                cut = [shard(params[path], placed, rank) for rank in range(self.mesh.world)]
                 parts = [recipe.apply(steps, x).reshape(shape_of(op.output_desc[0])) for x in cut]
             else:
                 text = axes.get(op.name) or phases.value_axes(op.name)
@@ -164,6 +165,20 @@ def test_a_model_on_a_mesh_computes_what_it_does_without(host, name, mesh, phase
     ran = run.step(graph, {})
     got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
     assert difference(got, logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_model_with_a_padded_vocabulary_and_padded_experts_computes_what_it_does_without(host, name, phase):
+    c, mesh = in_threes(name, vocab=512, experts=16), Mesh.parse("tp=3")
+    run = Run(c, mesh, phase, padded(c, preset(c, mesh, phase)))
+    graph = build_graph(Request(config=c, target=A3), run.b, host, rules=run.rules)
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert got.shape == (ROWS, 513) and got[:, 512:].isneginf().all()
+    assert difference(got[:, :512], logits) <= ROUNDING
     assert run.check_states(ran, states) == set(run.named_states)
 
 
