@@ -128,6 +128,7 @@ class MoeConfig:
         groups, kept_groups: grouped routing: experts compete inside the best groups (1: no groups).
         latent: width routed experts work in (down- and up-projection around them); None: the model's.
         latent_norm: RMSNorm of the combined result before its up-projection.
+        redundant: copies of busy experts, beside one of each. Which they are is a table, an input of the layer.
     """
 
     experts: int
@@ -140,6 +141,17 @@ class MoeConfig:
     latent: int | None = None
     latent_norm: bool = False
     situ: SituConfig | None = None
+    redundant: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Physical experts: one of each, and copies."""
+        return self.experts + self.redundant
+
+    @property
+    def table(self) -> int:
+        """Numbers of a table from experts to slots, see `parallel.balance.Table.packed`."""
+        return self.experts + 1 + self.slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +290,16 @@ class ModelConfig:
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def with_copies(config: ModelConfig, redundant: int) -> ModelConfig:
+    """A model with so many copies of experts in each layer that has some; 0: the model itself."""
+
+    def layer(x: LayerConfig) -> LayerConfig:
+        moe = isinstance(x.ffn, MoeConfig)
+        return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, redundant=redundant)) if moe else x
+
+    return dataclasses.replace(config, layers=tuple(map(layer, config.layers)))
 
 
 def is_draft(config: ModelConfig, name: str) -> bool:

@@ -123,6 +123,29 @@ def pad(sizes: Iterable[Size], rules: Rules) -> dict[tuple[str, int], int]:
     return padded
 
 
+def check_redundant(experts: int, redundant: int, ways: int) -> None:
+    """Whether so many copies can be added to the experts of a model.
+
+    Args:
+        experts: the model's. redundant: copies beside one of each. ways: ranks that share out an expert's copies.
+
+    Raises:
+        ShardingError: slots that do not divide over the ranks, more copies than ranks; with the nearest legal numbers.
+    """
+    most = experts * (ways - 1)
+    if not 0 <= redundant <= most:
+        raise ShardingError(
+            f"--redundant-experts {redundant:,}: an expert is at most once on each of {ways:,} ranks, so that there "
+            f"are 0 to {most:,} copies of {experts:,} experts."
+        )
+    if (experts + redundant) % ways:
+        near = [n - experts for n in _multiples(experts + redundant, ways) if experts <= n <= experts + most]
+        raise ShardingError(
+            f"--redundant-experts {redundant:,}: {experts + redundant:,} slots do not divide over {ways:,} ranks. "
+            f"Nearest: {', '.join(f'{n:,}' for n in near)}."
+        )
+
+
 def _remedies(s: Size, over: Axes, ways: int, mesh: Mesh) -> Iterator[str]:
     flags = {name: flag for flag, name in FLAGS.items()}
     if s.axis == "experts":

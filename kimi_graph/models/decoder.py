@@ -185,10 +185,16 @@ def schedule(c: ModelConfig, *, sparse: bool = False, vision: bool = False) -> t
             (reads if layer.mixer.indexer.shared else writes).append("selected")
         y = add(part, reads, *writes, layer=i)
         stream = y if starts else add("attn_add", [stream, y], f"{i}.m", layer=i)
-        y = add(layer.kinds[1], [mixed("ffn_res", i, f"{i}.n")], f"{i}.f", layer=i)
+        tables = [table_name(i)] if getattr(layer.ffn, "redundant", 0) else []
+        y = add(layer.kinds[1], [mixed("ffn_res", i, f"{i}.n"), *tables], f"{i}.f", layer=i)
         stream = add("ffn_add", [stream, y], f"{i}.x", layer=i)
     add("head", [mixed("out_res", None, "out")], "logits")
     return tuple(_with_frees(uses))
+
+
+def table_name(layer: int) -> str:
+    """The value that says which slots hold a layer's experts, where some have copies."""
+    return f"layers.{layer}.moe.table"
 
 
 def _with_frees(uses: Sequence[Use]) -> list[Use]:
@@ -246,7 +252,7 @@ def run_part(
     with scope(part):
         if part in ("kda", "mla"):
             return _mix(p, c, c.layers[use.layer], given, state, batch, how)
-        return [_feed(p, c, c.layers[use.layer], given[0])], None
+        return [_feed(p, c, c.layers[use.layer], *given)], None
 
 
 def _mix(
@@ -261,11 +267,13 @@ def _mix(
     return [y_BTD] if selected is None or before is not None else [y_BTD, selected], state
 
 
-def _feed(p: Mapping[str, Any], c: ModelConfig, layer: LayerConfig, x_BTD: Tensor) -> Tensor:
+def _feed(
+    p: Mapping[str, Any], c: ModelConfig, layer: LayerConfig, x_BTD: Tensor, table: Tensor | None = None
+) -> Tensor:
     h_BTD = ops.rms_norm(x_BTD, p["ffn_norm"], c.norm_eps)
     if isinstance(layer.ffn, DenseConfig):
         return layers.ffn(p["dense"], h_BTD, layer.ffn.situ)
-    return layers.moe(p["moe"], layer.ffn, h_BTD, c.norm_eps)
+    return layers.moe(p["moe"], layer.ffn, h_BTD, c.norm_eps, table)
 
 
 def last_token(x_BTD: Tensor, counts_B: Tensor) -> Tensor:
@@ -304,14 +312,16 @@ def forward(
     step: bool,
     last_only: bool,
     vision: tuple[Tensor, Tensor] | None = None,
+    tables: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[LayerState, ...]]:
     """The whole model on a batch: logits `[B, T or 1, V]` and the next state of every layer.
 
     Args:
         vision: rows `[B, T]` int64 (0: text, else 1 + row of values) and values `[M, D]` that stand for tokens.
+        tables: where the copies of experts are, by `table_name`, in models that have some.
     """
     how, after = How(step=step, last_only=last_only), list(states)
-    values = {"tokens": tokens_BT}
+    values = {"tokens": tokens_BT, **(tables or {})}
     if vision is not None:
         values |= {"vision.rows": vision[0], "vision.values": vision[1]}
     for use in schedule(c, sparse=is_sparse(c, capacity_of(states, batch)), vision=vision is not None):

@@ -19,11 +19,12 @@ from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.sharded import dims_of
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import causal_mask
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import ModelConfig, MoeConfig, with_copies
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import model_stages
-from kimi_graph.parallel import Mesh, Rules, collectives, place, shard
+from kimi_graph.parallel import Mesh, Rules, balance, collectives, place, shard
+from kimi_graph.parallel.balance import Table
 from kimi_graph.parallel.presets import preset
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
 from tests.compile.test_sharded import ROWS, batches, bucket, in_threes, model, padded, parameter
@@ -73,7 +74,8 @@ def test_nodes_of_a_collective_are_legal_and_mean_what_it_means(host, name, dtyp
 class Run:
     """A step of a model in a bucket on the mesh of a stage: numbers for everything, cut to ranks where it is asked."""
 
-    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str, rules: Rules | None = None) -> None:
+    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str, rules: Rules | None = None, copies: int = 0) -> None:
+        """`copies`: of experts, in tables by skewed loads that differ by layer."""
         self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data)
         self.rules = preset(c, mesh, phase) if rules is None else rules
         self.params = tree.map_with_path(parameter, decoder.model_specs(c))
@@ -81,6 +83,13 @@ class Run:
         self.states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), self.specs)
         self.through, within = batches(c, self.b, mesh.data)
         self.given = {"tokens": torch.randint(c.vocab, (ROWS, self.b.tokens))} | dict(tree.items({"batch": within}))
+        self.made = with_copies(c, copies)  # what graphs are made of
+        self.tables: dict[int, Table] = {}
+        for i, layer in enumerate(self.made.layers):
+            if isinstance(layer.ffn, MoeConfig) and copies:
+                loads = torch.rand(layer.ffn.experts).pow(4).tolist()
+                self.tables[i] = balance(loads, layer.ffn.slots, self.rules.ways("experts")).table
+                self.given[decoder.table_name(i)] = torch.tensor(self.tables[i].packed, dtype=torch.int32)
         self.vision = None
         if self.b.images:
             rows, values = torch.randint(self.b.images + 1, (ROWS, self.b.tokens)), torch.randn(self.b.images, c.embed)
@@ -112,7 +121,10 @@ class Run:
 
     def inputs(self, graph: Graph, crossed: dict[str, list[Tensor]]) -> list[dict[str, Tensor]]:
         """Inputs of every rank: weights cut and made by their recipes, what came from another stage, the rest cut."""
-        params, specs = dict(tree.items(self.params)), dict(tree.items(decoder.model_specs(self.c)))
+        params, specs = dict(tree.items(self.params)), dict(tree.items(decoder.model_specs(self.made)))
+        for i, table in self.tables.items():
+            for name in ("gate_up", "down"):
+                params[f"layers.{i}.moe.{name}"] = params[f"layers.{i}.moe.{name}"][list(table.slots)]
         axes = dict(tree.items(phases.step_axes(self.c, self.b)))
         ranks: list[dict[str, Tensor]] = [{} for _ in range(self.mesh.world)]
         for op in graph.model.graph[0].op:
@@ -180,6 +192,33 @@ def test_a_model_with_a_padded_vocabulary_and_padded_experts_computes_what_it_do
     assert got.shape == (ROWS, 513) and got[:, 512:].isneginf().all()
     assert difference(got[:, :512], logits) <= ROUNDING
     assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_model_with_copies_of_experts_computes_what_it_does_without(host, name, mesh, phase):
+    run = Run(model(name), Mesh.parse(mesh), phase, copies=4)
+    graph = build_graph(Request(config=run.made, target=A3), run.b, host, rules=run.rules)
+    assert len(set(run.tables.values())) > 1
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert difference(got, logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2"])
+def test_a_stage_takes_the_tables_of_its_own_layers(host, mesh):
+    whole = Mesh.parse(mesh)
+    run = Run(model("kimi-k3"), whole.stage, "decode", copies=2)
+    stages = model_stages(run.made, 2, rows=ROWS)
+    graphs = build_stages(Request(config=run.made, target=A3), run.b, host, run.rules, stages)
+    assert all(not name.endswith(".table") for s in stages if s.edge for name in s.edge.values)
+    found = [{op.name for op in g.graph.model.graph[0].op if op.name.endswith(".moe.table")} for g in graphs]
+    for names, stage in zip(found, stages, strict=True):
+        assert names == {decoder.table_name(i) for i in run.tables if i in stage.layers}
+    assert all(found)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
