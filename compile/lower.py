@@ -71,6 +71,7 @@ class Room:
         result: meta tensor, or a list of them: what the lowered call gives.
         source: file and line of the call being lowered.
         transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
+        placed: by edge, where copies of rows went that ranks share out (`parallel.experts`).
         extra_inputs: inputs that lowerings have added, by name.
         weights: see `Weights`.
         choices: what lowerings say they chose, in order, each once.
@@ -83,6 +84,7 @@ class Room:
     source: str = ""
     transposed: dict[str, Value] = field(default_factory=dict)
     reshaped: dict[str, Value] = field(default_factory=dict)
+    placed: dict[str, Value] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
     choices: dict[Choice, None] = field(default_factory=dict)
     weights: Weights = field(default_factory=Weights)

@@ -10,7 +10,7 @@ from .executor import Executor
 from .executor.lockstep import Groups, run_together
 from .ge_proto import ModelDef, OpDef, split_edge
 
-COLLECTIVE = "Hcom"  # begins the types of collectives
+COLLECTIVE = ("Hcom", "MoeDistribute")  # begin the types of collectives
 
 
 def order_collectives(model: ModelDef) -> int:

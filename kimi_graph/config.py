@@ -129,6 +129,7 @@ class MoeConfig:
         latent: width routed experts work in (down- and up-projection around them); None: the model's.
         latent_norm: RMSNorm of the combined result before its up-projection.
         redundant: copies of busy experts, beside one of each. Which they are is a table, an input of the layer.
+        chunks: parts in which rows go to experts of other devices, so that one is on its way while another is computed.
     """
 
     experts: int
@@ -142,6 +143,7 @@ class MoeConfig:
     latent_norm: bool = False
     situ: SituConfig | None = None
     redundant: int = 0
+    chunks: int = 1
 
     @property
     def slots(self) -> int:

@@ -10,6 +10,7 @@ of models, section 2.6.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Generic
 
 import torch
@@ -18,7 +19,17 @@ from torch import Tensor
 from kimi_graph import ops
 from kimi_graph.config import KIMI_NAMES, MoeConfig, Names, SituConfig
 from kimi_graph.ops import at_least_f32, contract
-from kimi_graph.parallel import constrain, local_ids, own_index, shard_map, summand, ways
+from kimi_graph.parallel import (
+    constrain,
+    expert_combine,
+    expert_dispatch,
+    local_ids,
+    own_index,
+    shard_map,
+    splits,
+    summand,
+    ways,
+)
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
@@ -82,24 +93,58 @@ def experts(
     table: Tensor | None = None,
     *,
     situ: SituConfig | None = None,
+    chunks: int = 1,
 ) -> Tensor:
     """Every row through its K experts, and their weighted sum: `[N, X]`. The body of a `shard_map`.
 
-    `chosen_NK` are ids among all experts. A device that has some of them gives their part of the sum. It needs every
-    row they may get, so rows may not be split over the mesh axes that split experts.
+    `chosen_NK` are ids among all experts. Where rows are split over the devices that share out experts, each row goes
+    to its experts and what they made comes back. Else a device has every row that its experts may get, and gives their
+    part of the sum.
 
     Args:
         table: int32; the slots of each expert, see `copies`. Without one, slots are experts.
+        chunks: rows go to experts of other devices in so many parts, see `exchanged`.
     """
     if table is not None:
         chosen_NK = copies(chosen_NK, table)
+    run = functools.partial(own_experts, gate_up_EGFX=gate_up_EGFX, down_EXF=down_EXF, situ=situ)
     count = gate_up_EGFX.shape[0]
+    if splits(x_NX, "token", "experts"):
+        return exchanged(x_NX, chosen_NK, weight_NK, count, run, chunks)
     others = count * (ways(gate_up_EGFX, "experts") - 1)
     x_MX, row, group_sizes = ops.moe_dispatch(x_NX, local_ids(chosen_NK, "experts", count), count, others)
+    y_MX = run(x_MX, group_sizes)
+    return summand(ops.moe_combine(y_MX, row, weight_NK, others > 0), "experts", "expert_ffn")
+
+
+def own_experts(
+    x_MX: Tensor, group_sizes: Tensor, *, gate_up_EGFX: Tensor, down_EXF: Tensor, situ: SituConfig | None
+) -> Tensor:
+    """Rows of this device's experts, group by group: `[M, X]`."""
     gate_up_MF = ops.grouped_matmul(x_MX, gate_up_EGFX.flatten(1, 2), group_sizes)
     h_MF = ops.swiglu(gate_up_MF) if situ is None else ops.situ(gate_up_MF, situ.beta, situ.linear_beta)
-    y_MX = ops.grouped_matmul(h_MF, down_EXF, group_sizes)
-    return summand(ops.moe_combine(y_MX, row, weight_NK, others > 0), "experts", "expert_ffn")
+    return ops.grouped_matmul(h_MF, down_EXF, group_sizes)
+
+
+def exchanged(
+    x_NX: Tensor, chosen_NK: Tensor, weight_NK: Tensor, count: int, run: Callable[..., Tensor], chunks: int
+) -> Tensor:
+    """Rows to their experts, wherever those are, and back: `[N, X]`.
+
+    The next chunk is sent before this one is computed, so that it is on its way meanwhile.
+
+    Args:
+        count: experts of this device. run: what they make of rows and group sizes.
+    """
+    size = -(-x_NX.shape[0] // chunks)
+    parts = list(zip(*(x.split(size) for x in (x_NX, chosen_NK, weight_NK)), strict=True))
+    sent, made = expert_dispatch(*parts[0][:2], "experts", count), []
+    for i, (_, chosen, weight) in enumerate(parts):
+        x_MX, group_sizes, *notes = sent
+        if i + 1 < len(parts):
+            sent = expert_dispatch(*parts[i + 1][:2], "experts", count)
+        made.append(expert_combine(run(x_MX, group_sizes), chosen, weight, tuple(notes), "experts", count))
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def copies(chosen_NK: Tensor, table: Tensor) -> Tensor:
@@ -132,11 +177,14 @@ def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor, eps: float = 1e-5, table: T
     tap("experts", chosen_NK)
     rows, gate_up, down = ("token", None), ("experts", None, "expert_ffn", None), ("experts", None, "expert_ffn")
     given = (rows, rows, rows, gate_up, down) if table is None else (rows, rows, rows, gate_up, down, (None,))
-    run = shard_map(functools.partial(experts, situ=c.situ), given, rows)
+    run = shard_map(functools.partial(experts, situ=c.situ, chunks=c.chunks), given, rows)
     x_NX = x_ND if p.down_latent is None else contract("nd,ld->nl", x_ND, p.down_latent)
     y_NX = run(x_NX, chosen_NK, tap("weights", weight_NK), p.gate_up, p.down, *([] if table is None else [table]))
     if p.latent_norm is not None:
         y_NX = ops.rms_norm(y_NX, p.latent_norm, eps)
     y_ND = y_NX if p.up_latent is None else contract("nl,dl->nd", y_NX, p.up_latent)
-    y_BTD = constrain(y_ND, "batch", None).unflatten(0, x_BTD.shape[:2])
-    return y_BTD + ffn(p.shared, x_BTD, c.situ)
+    shared_BTD = ffn(p.shared, x_BTD, c.situ)
+    if splits(x_ND, "token", "experts"):  # the shared experts' sum is taken where the rows are: scattered, not reduced
+        y_ND = y_ND + constrain(shared_BTD.flatten(0, 1), "token", None)
+        return constrain(y_ND, "batch", None).unflatten(0, x_BTD.shape[:2])
+    return constrain(y_ND, "batch", None).unflatten(0, x_BTD.shape[:2]) + shared_BTD
