@@ -296,10 +296,17 @@ class ModelConfig:
 
 def with_copies(config: ModelConfig, redundant: int) -> ModelConfig:
     """A model with so many copies of experts in each layer that has some; 0: the model itself."""
+    return _with_experts(config, redundant=redundant)
 
+
+def in_chunks(config: ModelConfig, chunks: int) -> ModelConfig:
+    """A model whose rows go to experts of other devices in so many parts; 1: the model itself."""
+    return _with_experts(config, chunks=chunks)
+
+
+def _with_experts(config: ModelConfig, **fields: int) -> ModelConfig:
     def layer(x: LayerConfig) -> LayerConfig:
-        moe = isinstance(x.ffn, MoeConfig)
-        return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, redundant=redundant)) if moe else x
+        return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, **fields)) if isinstance(x.ffn, MoeConfig) else x
 
     return dataclasses.replace(config, layers=tuple(map(layer, config.layers)))
 

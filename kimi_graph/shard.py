@@ -27,6 +27,7 @@ from .models.pipeline import model_stages, stages_of
 from .ops.attention import power_of_two
 from .parallel import legality
 from .parallel.collectives import Issued
+from .parallel.experts import buffer_bytes, capacity, no_pair
 from .parallel.legality import Size, faults, sizes_of
 from .parallel.links import DOMAINS, domains_spanned
 from .parallel.mesh import FLAGS, NAMES, Mesh
@@ -197,6 +198,7 @@ def shard_model(request: Request) -> ShardPlan:
     target(request.target)
     c, mesh = request.config, request.mesh
     rules, specs = request.rules(), model_specs(c)
+    _check_copies(c, rules)
     sizes = sizes_of(specs, c.dtype)
     rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})
     if found := faults([*sizes, *_chosen(request)], rules):
@@ -263,6 +265,17 @@ def _chosen(r: Request) -> Iterator[Size]:
 def _chunk(r: Request) -> int:
     """Tokens of a prefill step, the same number on each rank along context."""
     return -(-CHUNK // r.mesh.context) * r.mesh.context
+
+
+def _experts(c: ModelConfig) -> MoeConfig | None:
+    """The experts of a model, which are the same in all layers that have some."""
+    return next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
+
+
+def _check_copies(c: ModelConfig, rules: Rules) -> None:
+    moe = _experts(c)
+    if moe is not None and moe.redundant:
+        legality.check_redundant(moe.experts, moe.redundant, rules.ways("experts"))
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
@@ -395,7 +408,8 @@ def _notes(
 ) -> Iterator[str]:
     yield from _crossings(r)
     for (axis, size), physical in rules.padding.items():
-        yield f"padded: {axis} {size:,} -> {physical:,}"
+        yield f"padded: {axis} {size:,} -> {physical:,}, {_PADDED[axis]}"
+    yield from _expert_notes(r, rules)
     tower = ("vision_heads", "vision_ffn") if r.config.vision is not None and r.mesh.tensor > 1 else ()
     for why in dict.fromkeys(rules.why[axis] for axis in tower if not rules.on(axis)):
         yield f"vision: {why}"
@@ -408,6 +422,39 @@ def _notes(
             words = f"{n} -> {more}: {more / n - 1:.0%} more queries"
             yield f"attention heads of a rank are padded where CANN takes powers of two alone ({words})"
     yield from _memory_notes(r, stages, params, states)
+
+
+_PADDED = {
+    "vocab": "zeros; logits of what is added are minus infinity",
+    "experts": "zeros; the router does not know what is added",
+}
+
+
+def _expert_notes(r: Request, rules: Rules) -> Iterator[str]:
+    """How rows come to experts, and where copies of experts are."""
+    moe = _experts(r.config)
+    if moe is None:
+        return
+    ways, slots = rules.ways("experts"), rules.physical("experts", moe.slots)
+    if moe.redundant:
+        yield (
+            f"experts: {moe.experts:,} and {moe.redundant:,} copies in {moe.slots:,} slots, {slots // ways:,} a rank; "
+            f"layers.*.moe.table, an input of {4 * moe.table:,} bytes, says which are where"
+        )
+    if not r.exchange or ways == 1:
+        return
+    tokens = 1 if r.phase == "decode" else _chunk(r)
+    rows = -(-r.rows * tokens // rules.ways("token") // moe.chunks)
+    sizes = rows, moe.latent or r.config.embed, moe.top_k, ways, slots // ways
+    if why := no_pair(target(r.target), *sizes):
+        yield f"exchange: every rank reads all rows of its group, since CANN's fused pair cannot: {why}"
+        return
+    size = -(-buffer_bytes(*sizes) // 2**20)
+    parts = f", {moe.chunks} chunks of them" if moe.chunks > 1 else ""
+    yield (
+        f"exchange: MoeDistributeDispatchV2 and MoeDistributeCombineV2, {rows:,} rows of a rank{parts}, "
+        f"up to {capacity(rows, moe.top_k, ways, slots // ways):,} come; HCCL_BUFFSIZE of {size:,} or more"
+    )
 
 
 def _crossings(r: Request) -> Iterator[str]:
@@ -529,6 +576,7 @@ def explain_parameter(request: Request, name: str) -> Explained:
         ShardingError: there is none of that name; it cannot be placed, and why.
     """
     c, rules = request.config, request.rules()
+    _check_copies(c, rules)
     specs = dict(tree.items(model_specs(c)))
     sizes = sizes_of(specs, c.dtype)
     rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})

@@ -305,7 +305,8 @@ class Issued:
 
     Attributes:
         name: "all_reduce" ... axes: mesh axes of its group.
-        shape, dtype: of what one rank gives; of rows of experts, one for each that they have chosen. arguments: the rest, by name.
+        shape, dtype: of what one rank gives; of rows of experts, one for each that they have chosen.
+        arguments: the rest, by name.
         source: file and line of the layer that needs it.
     """
 

@@ -148,7 +148,6 @@ def lower_dispatch(ge: Any, x: Any, axes: str, chosen: Any, ways: int, experts: 
 def lower_combine(
     ge: Any, y: Any, axes: str, chosen: Any, weights: Any, assist: Any, counts: Any, ways: int, experts: int
 ) -> Any:
-    rows, top_k = ge.shape(chosen)
     if assist.tensor in ge.placed:
         ge.chose("rows from experts of other ranks", "HcomReduceScatter", "as rows were sent: each rank sums its part")
         return _sum_all(ge, y, axes, weights, ge.placed[assist.tensor], ways)

@@ -136,14 +136,15 @@ def exchanged(
     Args:
         count: experts of this device. run: what they make of rows and group sizes.
     """
-    size = -(-x_NX.shape[0] // chunks)
-    parts = list(zip(*(x.split(size) for x in (x_NX, chosen_NK, weight_NK)), strict=True))
+    rows = x_NX.shape[0]
+    starts = range(0, rows, -(-rows // chunks))
+    parts = [[x[i : i + starts.step] for x in (x_NX, chosen_NK, weight_NK)] for i in starts]
     sent, made = expert_dispatch(*parts[0][:2], "experts", count), []
-    for i, (_, chosen, weight) in enumerate(parts):
+    for i, (_, chosen, weights) in enumerate(parts):
         x_MX, group_sizes, *notes = sent
         if i + 1 < len(parts):
             sent = expert_dispatch(*parts[i + 1][:2], "experts", count)
-        made.append(expert_combine(run(x_MX, group_sizes), chosen, weight, tuple(notes), "experts", count))
+        made.append(expert_combine(run(x_MX, group_sizes), chosen, weights, tuple(notes), "experts", count))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
