@@ -442,7 +442,7 @@ def _(use: Use) -> Iterator[Fault]:
         yield f"ep_rank_id is {own}", f"0 to {ways - 1}", ""
     if not 1 <= len(use.attr("group_ep")) < 128:
         yield f"group_ep has {len(use.attr('group_ep'))} characters", "1 to 127", ""
-    most = capacity(*chosen, ways, total // ways)
+    most = capacity(chosen[0], chosen[1], ways, total // ways)
     if sends:
         yield from expect("the number of rows of x", rows[0], chosen[0])
         yield from expect("expand_x", use.made("expand_x"), (most, rows[1]))

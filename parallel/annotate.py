@@ -116,18 +116,18 @@ def expert_dispatch(x: Any, chosen: Any, axis: str, count: int) -> tuple[Any, ..
 
     Returns:
         rows `[A, D]`, as many as may come: N of each device, once for each of its K experts that can be here; what is
-        after the last group has no meaning. Group sizes `[E]` int64. And two tensors for `expert_combine` alone.
+        after the last group has no meaning. Group sizes `[E]` int64. Two tensors that are for `expert_combine` alone.
     """
     return handle_torch_function(expert_dispatch, (x,), x, chosen, axis, count)
 
 
-def expert_combine(y: Any, chosen: Any, weights: Any, notes: tuple[Any, ...], axis: str, count: int) -> Any:
+def expert_combine(y: Any, chosen: Any, weights: Any, assist: Any, counts: Any, axis: str, count: int) -> Any:
     """Rows back to where they came from, and the weighted sum of each one's K: `[N, D]`.
 
     Args:
-        y: `[A, D]`. weights: `[N, K]` float32. notes: the last two results of `expert_dispatch`.
+        y: `[A, D]`. weights: `[N, K]` float32. assist, counts: as `expert_dispatch` gave them.
     """
-    return handle_torch_function(expert_combine, (y,), y, chosen, weights, *notes, axis, count)
+    return handle_torch_function(expert_combine, (y,), y, chosen, weights, assist, counts, axis, count)
 
 
 def ways(x: Any, axis: str) -> int:

@@ -87,7 +87,7 @@ class Table:
         if room < experts or starts[0] != experts + 1 or starts[-1] != len(values) or sorted(starts) != starts:
             raise ShardingError(f"a table of {experts} experts: its slots do not begin where it says.")
         if sorted(listed) != list(range(room)):
-            wrong = next((s for s in range(room) if listed.count(s) != 1), None)
+            wrong = next(s for s in range(room) if listed.count(s) != 1)
             raise ShardingError(f"a table of {experts} experts: slot {wrong} is there {listed.count(wrong)} times.")
         slots = [-1] * room
         for expert, (start, end) in enumerate(pairwise(starts)):

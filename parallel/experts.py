@@ -31,13 +31,13 @@ def capacity(rows: int, top_k: int, ways: int, experts: int) -> int:
 
 
 def dispatch_fake(x: Tensor, axes: str, chosen: Tensor, ways: int, experts: int) -> Rank:
-    most = capacity(*chosen.shape, ways, experts)
-    i32 = {"dtype": torch.int32}
+    rows, top_k = chosen.shape
+    most = capacity(rows, top_k, ways, experts)
     return (
         x.new_empty(most, x.shape[1]),
         x.new_empty(experts, dtype=torch.int64),
-        x.new_empty(most * NOTES, **i32),
-        x.new_empty(ways * experts, **i32),
+        x.new_empty(most * NOTES, dtype=torch.int32),
+        x.new_empty(ways * experts, dtype=torch.int32),
     )
 
 
@@ -52,7 +52,7 @@ def dispatch_together(parts: Sequence[Rank], ways: int, experts: int) -> list[Ra
 
 def _received(parts: Sequence[Rank], rank: int, experts: int) -> Rank:
     x, chosen = parts[rank]
-    most = capacity(*chosen.shape, len(parts), experts)
+    most = capacity(len(chosen), chosen.shape[1], len(parts), experts)
     rows, notes = x.new_full((most, x.shape[1]), float("nan")), torch.zeros(most, NOTES, dtype=torch.int32)
     sizes, counts, at = [], [], 0
     for expert in range(rank * experts, (rank + 1) * experts):

@@ -138,13 +138,21 @@ def exchanged(
     """
     rows = x_NX.shape[0]
     starts = range(0, rows, -(-rows // chunks))
-    parts = [[x[i : i + starts.step] for x in (x_NX, chosen_NK, weight_NK)] for i in starts]
-    sent, made = expert_dispatch(*parts[0][:2], "experts", count), []
-    for i, (_, chosen, weights) in enumerate(parts):
+
+    def part(of: Tensor, chunk: int) -> Tensor:
+        return of[starts[chunk] : starts[chunk] + starts.step]
+
+    def send(chunk: int) -> tuple[Tensor, ...]:
+        return expert_dispatch(part(x_NX, chunk), part(chosen_NK, chunk), "experts", count)
+
+    sent, made = send(0), []
+    for chunk in range(len(starts)):
         x_MX, group_sizes, *notes = sent
-        if i + 1 < len(parts):
-            sent = expert_dispatch(*parts[i + 1][:2], "experts", count)
-        made.append(expert_combine(run(x_MX, group_sizes), chosen, weights, tuple(notes), "experts", count))
+        if chunk + 1 < len(starts):
+            sent = send(chunk + 1)
+        y_MX = run(x_MX, group_sizes)
+        own = part(chosen_NK, chunk), part(weight_NK, chunk)
+        made.append(expert_combine(y_MX, *own, notes[0], notes[1], "experts", count))
     return made[0] if len(made) == 1 else torch.cat(made)
 
 

@@ -268,9 +268,9 @@ def moe_finalize_routing_v2(
 # ---- rows to experts of other ranks ----------------------------------------------------------------------------------
 
 _PAIR = (
-    "documents of both operators in ops-transformer: AllToAllV of rows to the ranks of their experts and back, then the "
-    "sum of scales * rows, here in float32 and rounded once; rows after the last that came are not written (NaN here). "
-    "The order of an expert's rows, and what is handed from one to the other, are not documented and differ by chip"
+    "documents of both in ops-transformer: AllToAllV of rows to the ranks of their experts and back, then the "
+    "sum of scales * rows, here in float32 and rounded once; rows after those that came are not written (NaN here). "
+    "The order of rows of an expert, and what one hands to the other, are not documented"
 )
 
 
@@ -319,8 +319,8 @@ def moe_distribute_dispatch_v2(op: Op, x: Tensor, expert_ids: Tensor) -> tuple[T
     op.expect(quant_mode=0, expert_token_nums_type=1, y_dtype=28)
     op.require(x.ndim == 2 and len(x) == len(expert_ids), f"x {list(x.shape)} for expert_ids {list(expert_ids.shape)}")
     rows, sizes, notes, counts = experts.dispatch_fake(x, "", expert_ids, ways, own)
-    f32 = {"dtype": torch.float64 if op.exact else torch.float32}
-    return rows, x.new_empty(len(rows), **f32), notes, sizes, counts, counts[:0], x.new_empty(0, **f32)
+    f32 = torch.float64 if op.exact else torch.float32
+    return rows, x.new_empty(len(rows), dtype=f32), notes, sizes, counts, counts[:0], x.new_empty(0, dtype=f32)
 
 
 def _combine_together(op: Op, parts: list[dict[str, Tensor]]) -> list[Tensor]:
@@ -352,7 +352,7 @@ def moe_distribute_combine_v2(
 ) -> Tensor:
     ways, own = _of_the_pair(op, expert_ids)
     op.expect(out_dtype=0, comm_quant_mode=0, group_list_type=0)
-    most = experts.capacity(*expert_ids.shape, ways, own)
+    most = experts.capacity(len(expert_ids), expert_ids.shape[1], ways, own)
     op.require(expand_x.ndim == 2 and len(expand_x) == most, f"{most} rows expected, found {list(expand_x.shape)}")
     op.of_dtype(torch.int32, assist_info_for_combine=assist_info_for_combine, ep_send_counts=ep_send_counts)
     op.of_dtype(torch.float32, expert_scales=expert_scales)
