@@ -132,7 +132,7 @@ class Request:
             ways = [rules.mesh.size(rules.on(axis)) for axis in spec.axes]
             if any(n > 1 for n in ways[1:]):
                 raise CompileError(f"{parameter}: an expert kept as {self.form} is not split; split experts alone.")
-            spec = replace(spec, shape=(spec.shape[0] // ways[0], *spec.shape[1:]))
+            spec = replace(spec, shape=(rules.physical("experts", spec.shape[0]) // ways[0], *spec.shape[1:]))
         return expert_weights(self.form, spec)
 
     def weights_of(self, use: Use, rules: Rules | None = None) -> Weights:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from kimi_graph.parallel.experts import NOTES, capacity, no_pair
+
 from .ge_proto import Dtype, attr_value, tensor_value
 from .prototypes import DTYPES, SHORT, Prototype
 from .targets import Target
@@ -421,6 +423,36 @@ def _(use: Use) -> Iterator[Fault]:
         made = use.node.output("expanded_x")
         if made is not None and made.dtype != use.dtype("x"):
             yield "expanded_x has another dtype than x", "the same without quantisation", ""
+
+
+@limit("MoeDistributeDispatchV2", "MoeDistributeCombineV2")
+def _(use: Use) -> Iterator[Fault]:
+    sends = use.node.type == "MoeDistributeDispatchV2"
+    rows, chosen = use.shape("x" if sends else "expand_x"), use.shape("expert_ids")
+    ways, total, own = use.attr("ep_world_size"), use.attr("moe_expert_num"), use.attr("ep_rank_id")
+    if rows is None or chosen is None or len(rows) != 2 or len(chosen) != 2:
+        yield f"rows are {_text(rows)} and expert_ids {_text(chosen)}", "2 dims each", ""
+        return
+    if ways < 1 or total < 1 or total % ways:
+        yield f"moe_expert_num is {total} for {ways} ranks", "a multiple", ""
+        return
+    if why := no_pair(use.target, chosen[0], rows[1], chosen[1], ways, total // ways):
+        yield f"{use.node.type}: {why}", "sizes that its documents list", "Leave out --exchange."
+    if not 0 <= own < ways:
+        yield f"ep_rank_id is {own}", f"0 to {ways - 1}", ""
+    if not 1 <= len(use.attr("group_ep")) < 128:
+        yield f"group_ep has {len(use.attr('group_ep'))} characters", "1 to 127", ""
+    most = capacity(chosen[0], chosen[1], ways, total // ways)
+    if sends:
+        yield from expect("the number of rows of x", rows[0], chosen[0])
+        yield from expect("expand_x", use.made("expand_x"), (most, rows[1]))
+        yield from expect("expert_token_nums", use.made("expert_token_nums"), (total // ways,))
+        return
+    yield from expect("the number of rows of expand_x", rows[0], most)
+    yield from expect("expert_scales", use.shape("expert_scales"), chosen)
+    yield from expect("assist_info_for_combine", use.shape("assist_info_for_combine"), (most * NOTES,))
+    yield from expect("ep_send_counts", use.shape("ep_send_counts"), (total,))
+    yield from expect("x", use.made("x"), (chosen[0], rows[1]))
 
 
 @limit("GroupedMatmul")

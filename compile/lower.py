@@ -71,6 +71,7 @@ class Room:
         result: meta tensor, or a list of them: what the lowered call gives.
         source: file and line of the call being lowered.
         transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
+        placed: by edge, where copies of rows went that ranks share out (`parallel.experts`).
         extra_inputs: inputs that lowerings have added, by name.
         weights: see `Weights`.
         choices: what lowerings say they chose, in order, each once.
@@ -83,6 +84,7 @@ class Room:
     source: str = ""
     transposed: dict[str, Value] = field(default_factory=dict)
     reshaped: dict[str, Value] = field(default_factory=dict)
+    placed: dict[str, Value] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
     choices: dict[Choice, None] = field(default_factory=dict)
     weights: Weights = field(default_factory=Weights)
@@ -376,6 +378,12 @@ def _swap(ge: Room, x: Value, first: int, second: int) -> Value:
     order = list(range(len(ge.shape(x))))
     order[first], order[second] = order[second], order[first]
     return _permute(ge, x, order)
+
+
+@_lowers(aten.arange.default, aten.arange.start, aten.arange.start_step)
+def _arange(ge: Room, *ends: int, **ignored: Any) -> Value:
+    """A constant: GE would make the same numbers in every step."""
+    return ge.const(list(range(*ends)), ge.result.dtype)
 
 
 @_lowers(aten.softplus.default)

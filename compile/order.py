@@ -10,7 +10,7 @@ from .executor import Executor
 from .executor.lockstep import Groups, run_together
 from .ge_proto import ModelDef, OpDef, split_edge
 
-COLLECTIVE = "Hcom"  # begins the types of collectives
+COLLECTIVE = ("Hcom", "MoeDistribute")  # begin the types of collectives
 
 
 def order_collectives(model: ModelDef) -> int:
@@ -33,6 +33,28 @@ def order_collectives(model: ModelDef) -> int:
             collectives.append(op)
         after[op.name] = known
     return added
+
+
+def overlaps(model: ModelDef, types: Sequence[str] = ("GroupedMatmul",)) -> dict[str, list[str]]:
+    """What may run while each collective is on its way: nodes of these types that neither it needs nor that need it.
+
+    Read off the edges of the graph, control edges included; on a device they then run on different streams.
+    """
+    ops = {op.name: op for op in model.graph[0].op}
+    heavy = {op.name: 1 << i for i, op in enumerate(o for o in ops.values() if o.type in types)}
+    sent = {op.name: 1 << i for i, op in enumerate(o for o in ops.values() if o.type.startswith(COLLECTIVE))}
+    before: dict[str, tuple[int, int]] = {}  # heavy nodes and collectives that a node comes after
+    for op in ops.values():
+        reads = [split_edge(edge)[0] for edge in op.input if edge]
+        needs, waits = 0, 0
+        for name in reads:
+            needs |= before[name][0] | heavy.get(name, 0)
+            waits |= before[name][1] | sent.get(name, 0)
+        before[op.name] = needs, waits
+    return {
+        name: [h for h, bit in heavy.items() if not before[name][0] & bit and not before[h][1] & own]
+        for name, own in sent.items()
+    }
 
 
 def check_order(ranks: Sequence[Executor], groups: Groups) -> None:

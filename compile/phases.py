@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import MlaConfig, ModelConfig, VisionConfig
+from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig, VisionConfig
 from kimi_graph.errors import CompileError
 from kimi_graph.layers import Batch, VisionTables
 from kimi_graph.models import decoder
@@ -175,6 +175,8 @@ def value_axes(name: str, *, vision: bool = False) -> str:
         "selected": "batch sequence _",
         "logits": "batch vocab",
     }
+    if name.endswith(".moe.table"):
+        return "_"
     return known.get(name, "patches vision_embed" if vision else "batch sequence embed")
 
 
@@ -233,11 +235,19 @@ def _value_shapes(c: ModelConfig, b: Bucket) -> Callable[[str], Tensor]:
     tokens = meta((b.rows, b.tokens), torch.int64)
     top_k = [m.indexer.top_k for m in (x.mixer for x in c.layers) if isinstance(m, MlaConfig) and m.indexer]
 
+    tables = {
+        decoder.table_name(i): meta((x.ffn.table,), torch.int32)
+        for i, x in enumerate(c.layers)
+        if isinstance(x.ffn, MoeConfig)
+    }
+
     def shape(name: str) -> Tensor:
         if name in ("tokens", "vision.rows"):
             return tokens
         if name == "vision.values":
             return meta((b.images, c.embed), c.dtype)
+        if name in tables:
+            return tables[name]
         if name == "vision.patches":
             return meta((b.tokens, 3 * _vision(c).patch ** 2), c.dtype)
         if b.phase == "vision":

@@ -161,6 +161,15 @@ _CACHE = f"F16/BF16/F32/I8/U8/I16/U16/I32/U32/{_NARROW}/E2M1/E1M2"
 _INT64_MAX = 2**63 - 1
 _TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 1"
 
+_PAIR = """group_ep: String
+            ep_world_size: Int
+            ep_rank_id: Int
+            moe_expert_num: Int
+            group_tp: String = ""
+            tp_world_size: Int = 0
+            tp_rank_id: Int = 0
+            expert_shard_type: Int = 0"""
+
 FUSED = [
     Row(
         type="RmsNorm",
@@ -216,6 +225,74 @@ FUSED = [
             active_expert_range: ListInt = []
             row_idx_type: Int = 0
         """,
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="MoeDistributeDispatchV2",
+        ins=f"""
+            x: BF16/F16/{_NARROW}/E2M1/E1M2
+            expert_ids: I32
+            scales?: F32/E8M0
+            x_active_mask?: BOOL
+            expert_scales?: F32
+            elastic_info?: I32
+            performance_info?: I64
+        """,
+        outs=f"""
+            expand_x: BF16/I8/F16/{_NARROW}/E2M1/E1M2
+            dynamic_scales: F32/E8M0
+            assist_info_for_combine: I32
+            expert_token_nums: I64
+            ep_recv_count: I32
+            tp_recv_count: I32
+            expand_scales: F32
+        """,
+        attrs=f"""
+            {_PAIR}
+            shared_expert_num: Int = 1
+            shared_expert_rank_num: Int = 0
+            quant_mode: Int = 0
+            global_bs: Int = 0
+            expert_token_nums_type: Int = 1
+            comm_alg: String = ""
+            zero_expert_num: Int = 0
+            copy_expert_num: Int = 0
+            const_expert_num: Int = 0
+            y_dtype: Int = 28
+        """,
+        source=_TRANSFORMER,
+    ),
+    Row(
+        type="MoeDistributeCombineV2",
+        ins="""
+            expand_x: BF16/F16/I32
+            expert_ids assist_info_for_combine ep_send_counts: I32
+            expert_scales: F32
+            tp_send_counts?: I32
+            x_active_mask?: BOOL
+            activation_scale? weight_scale?: F32
+            group_list?: I64
+            expand_scales?: F32
+            shared_expert_x?: BF16/F16/I32
+            elastic_info?: I32
+            ori_x? const_expert_alpha_1? const_expert_alpha_2? const_expert_v?: BF16/F16/I32
+            performance_info?: I64
+        """,
+        outs="x: BF16/F16",
+        attrs=f"""
+            {_PAIR}
+            shared_expert_num: Int = 1
+            shared_expert_rank_num: Int = 0
+            global_bs: Int = 0
+            out_dtype: Int = 0
+            comm_quant_mode: Int = 0
+            group_list_type: Int = 0
+            comm_alg: String = ""
+            zero_expert_num: Int = 0
+            copy_expert_num: Int = 0
+            const_expert_num: Int = 0
+        """,
+        same="expand_x x",
         source=_TRANSFORMER,
     ),
     Row(

@@ -15,6 +15,7 @@ from kimi_graph.errors import ShardingError
 from kimi_graph.parallel import Rules
 from kimi_graph.parallel.collectives import Issued, issued
 from kimi_graph.parallel.mesh import Axes
+from kimi_graph.parallel.placement import with_zeros
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
 from kimi_graph.parallel.value import Sharded, replicated
 from kimi_graph.spec import ParamSpec
@@ -31,12 +32,12 @@ class ShardedCapture:
     Attributes:
         captured: its graph, of local shapes.
         rules: what it was captured with.
-        ins, outs: mesh axes of each dimension, by dotted name in the order of the graph.
+        ins: where each input lies, outs: mesh axes of each dimension, by dotted name in the order of the graph.
     """
 
     captured: Captured
     rules: Rules
-    ins: dict[str, tuple[Axes, ...]]
+    ins: dict[str, "_Placed"]
     outs: dict[str, tuple[Axes, ...]]
 
     @property
@@ -58,23 +59,24 @@ def capture_on(
     Raises:
         ShardingError: a size that does not divide, or a step that the strict values refuse; with the author's line.
     """
-    placed = tree.map_with_path(lambda name, x, a: _Placed(_input_dims(rules, name, x, _text(a))), args, axes)
-    ins = {name: p.dims for name, p in tree.items(placed)}
+    placed = tree.map_with_path(lambda name, x, a: _placed(rules, name, x, _text(a)), args, axes)
+    ins = dict(tree.items(placed))
     outs = {name: dims_of(rules, _text(a)) for name, a in tree.items(out_axes)}
 
     def on_mesh(**local: Any) -> dict[str, Any]:
         out = f(**tree.map(lambda x, p: Sharded(rules, x, p.dims), local, placed))
         return tree.map(lambda x, a: _finished(rules, x, dims_of(rules, _text(a))), out, out_axes)
 
-    captured = capture(on_mesh, tree.map(lambda x, p: _local(rules, x, p.dims), args, placed))
+    captured = capture(on_mesh, tree.map(lambda x, p: _local(rules, x, p), args, placed))
     return ShardedCapture(captured, rules, ins, {name: outs[name] for name in captured.outputs})
 
 
 @dataclass(frozen=True)
 class _Placed:
-    """A leaf of a tree: mesh axes of each dimension."""
+    """A leaf of a tree: mesh axes of each dimension, and its shape on the mesh, padded where an axis is."""
 
     dims: tuple[Axes, ...]
+    shape: tuple[int, ...]
 
 
 def dims_of(rules: Rules, axes: str) -> tuple[Axes, ...]:
@@ -86,20 +88,21 @@ def _text(axes: Any) -> str:
     return " ".join(axes.axes) if isinstance(axes, ParamSpec) else axes
 
 
-def _input_dims(rules: Rules, name: str, x: Tensor, axes: str) -> tuple[Axes, ...]:
-    """Mesh axes of each dimension of an input; refused where it does not divide."""
+def _placed(rules: Rules, name: str, x: Tensor, axes: str) -> _Placed:
+    """Where an input lies; refused where it does not divide."""
     dims = dims_of(rules, axes)
     if len(dims) != x.ndim:
         raise ShardingError(f"{name}: {len(dims)} axes {axes!r} for the {x.ndim} dimensions {list(x.shape)}.")
-    for axis, size, split in zip(axes.split(), x.shape, dims, strict=True):
+    shape = tuple(rules.physical(axis, size) for axis, size in zip(axes.split(), x.shape, strict=True))
+    for axis, size, split in zip(axes.split(), shape, dims, strict=True):
         if size % rules.mesh.size(split):
             ways = f"{' x '.join(split)} = {rules.mesh.size(split)}"
             raise ShardingError(f"{name}: axis {axis!r} has size {size}, not divisible by {ways}.")
-    return dims
+    return _Placed(dims, shape)
 
 
-def _local(rules: Rules, x: Tensor, dims: tuple[Axes, ...]) -> Tensor:
-    shape = [n // rules.mesh.size(axes) for n, axes in zip(x.shape, dims, strict=True)]
+def _local(rules: Rules, x: Tensor, placed: _Placed) -> Tensor:
+    shape = [n // rules.mesh.size(axes) for n, axes in zip(placed.shape, placed.dims, strict=True)]
     return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
@@ -113,10 +116,13 @@ def _finished(rules: Rules, x: Sharded | Tensor, dims: tuple[Axes, ...]) -> Tens
 
 
 def run(piece: ShardedCapture, values: dict[str, Any]) -> dict[str, Tensor]:
-    """All ranks of a piece in lockstep on global tensors, and the global results by name; replicas have to agree."""
+    """All ranks of a piece in lockstep on global tensors, and the global results by name; replicas have to agree.
+
+    What is padded on the mesh is given without its padding, and comes with it.
+    """
     mesh = piece.rules.mesh
     given = dict(tree.items(values))
-    inputs = [scatter(mesh, given[name], dims) for name, dims in piece.ins.items()]
+    inputs = [scatter(mesh, with_zeros(given[name], p.shape), p.dims) for name, p in piece.ins.items()]
     parts = simulate(piece.captured.module, mesh, inputs)
     return {name: gather(mesh, part, dims) for (name, dims), part in zip(piece.outs.items(), parts, strict=True)}
 
@@ -146,7 +152,8 @@ def check(
     """
     piece = capture_on(rules, f, tree.map(lambda x: x.to("meta"), values), axes, out_axes)
     want = dict(tree.items(f(**(values if unsharded is None else unsharded))))
-    for name, got in run(piece, values).items():
+    for name, made in run(piece, values).items():
+        got = made[tuple(map(slice, want[name].shape))] if rules.padding else made
         if got.shape != want[name].shape or got.dtype != want[name].dtype:
             found, expected = (f"{x.dtype} {list(x.shape)}" for x in (got, want[name]))
             raise ShardingError(f"{name}: {found} on the mesh {rules.mesh}, {expected} without.")

@@ -415,6 +415,12 @@ def shard(
     exchange: Annotated[
         bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
     ] = False,
+    redundant_experts: Annotated[
+        int, typer.Option("--redundant-experts", metavar="N", min=0, help="Copies of busy experts, in each layer.")
+    ] = 0,
+    moe_chunks: Annotated[
+        int, typer.Option("--moe-chunks", metavar="N", min=1, help="Parts in which --exchange sends rows.")
+    ] = 1,
     split_cache: Annotated[
         bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
     ] = False,
@@ -442,11 +448,12 @@ def shard(
         raise typer.BadParameter("say which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
     started = time.perf_counter()
     with _without_collecting():
+        from kimi_graph.config import in_chunks, with_copies
         from kimi_graph.parallel.mesh import Mesh
         from kimi_graph.shard import Request, explain_parameter, meshes_of, shard_model
 
         request = Request(
-            config=_load_config(model),
+            config=in_chunks(with_copies(_load_config(model), redundant_experts), moe_chunks),
             mesh=Mesh() if mesh is None else Mesh.parse(mesh),
             phase=phase,
             target=target,

@@ -128,6 +128,8 @@ class MoeConfig:
         groups, kept_groups: grouped routing: experts compete inside the best groups (1: no groups).
         latent: width routed experts work in (down- and up-projection around them); None: the model's.
         latent_norm: RMSNorm of the combined result before its up-projection.
+        redundant: copies of busy experts, beside one of each. Which they are is a table, an input of the layer.
+        chunks: parts in which rows go to experts of other devices, so that one is on its way while another is computed.
     """
 
     experts: int
@@ -140,6 +142,18 @@ class MoeConfig:
     latent: int | None = None
     latent_norm: bool = False
     situ: SituConfig | None = None
+    redundant: int = 0
+    chunks: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Physical experts: one of each, and copies."""
+        return self.experts + self.redundant
+
+    @property
+    def table(self) -> int:
+        """Numbers of a table from experts to slots, see `parallel.balance.Table.packed`."""
+        return self.experts + 1 + self.slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +292,23 @@ class ModelConfig:
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def with_copies(config: ModelConfig, redundant: int) -> ModelConfig:
+    """A model with so many copies of experts in each layer that has some; 0: the model itself."""
+    return _with_experts(config, redundant=redundant)
+
+
+def in_chunks(config: ModelConfig, chunks: int) -> ModelConfig:
+    """A model whose rows go to experts of other devices in so many parts; 1: the model itself."""
+    return _with_experts(config, chunks=chunks)
+
+
+def _with_experts(config: ModelConfig, **fields: int) -> ModelConfig:
+    def layer(x: LayerConfig) -> LayerConfig:
+        return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, **fields)) if isinstance(x.ffn, MoeConfig) else x
+
+    return dataclasses.replace(config, layers=tuple(map(layer, config.layers)))
 
 
 def is_draft(config: ModelConfig, name: str) -> bool:

@@ -27,10 +27,11 @@ from .models.pipeline import model_stages, stages_of
 from .ops.attention import power_of_two
 from .parallel import legality
 from .parallel.collectives import Issued
+from .parallel.experts import buffer_bytes, capacity, no_pair
 from .parallel.legality import Size, faults, sizes_of
 from .parallel.links import DOMAINS, domains_spanned
 from .parallel.mesh import FLAGS, NAMES, Mesh
-from .parallel.placement import Padding, Placement, place
+from .parallel.placement import Placement, place
 from .parallel.presets import directions, preset
 from .parallel.rules import Rules
 from .parallel.stages import Stage
@@ -128,14 +129,13 @@ class ShardPlan:
     """A model on a mesh.
 
     Attributes:
-        padding: physical sizes, by logical axis and size. parameters, states: by kind, in reading order.
+        parameters, states: by kind, in reading order.
         whole: what is the same along a direction: (direction, why, parts, bytes of a copy).
         collectives: of each kind of part that has any, or that cannot run.
     """
 
     request: Request
     rules: Rules
-    padding: Padding
     parameters: tuple[Kind, ...]
     states: tuple[Kind, ...]
     stages: tuple[StageUse, ...]
@@ -178,7 +178,7 @@ class ShardPlan:
                 name: {"axes": list(self.rules.on(name)), "why": self.rules.why.get(name, "")}
                 for name in self.rules.mapping
             },
-            "padding": [{"axis": a, "size": n, "physical": p} for (a, n), p in self.padding.items()],
+            "padding": [{"axis": a, "size": n, "physical": p} for (a, n), p in self.rules.padding.items()],
             "parameters": [_kind_json(k) for k in self.parameters],
             "states": [_kind_json(k) for k in self.states],
             "whole": [{"along": d, "why": w, "parts": list(p), "bytes": n} for d, w, p, n in self.whole],
@@ -198,13 +198,14 @@ def shard_model(request: Request) -> ShardPlan:
     target(request.target)
     c, mesh = request.config, request.mesh
     rules, specs = request.rules(), model_specs(c)
+    _check_copies(c, rules)
     sizes = sizes_of(specs, c.dtype)
-    padding = legality.pad(sizes, rules) if request.pad else {}
-    if found := faults([*sizes, *_chosen(request)], rules, padding):
+    rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})
+    if found := faults([*sizes, *_chosen(request)], rules):
         raise ShardingError(_refusal(request, sizes, found))
     pages = _sequence_pages(request, rules)
     stages = model_stages(c, mesh.pipe, sparse=is_sparse(c, pages * PAGE))
-    params = {path: place(path, spec, rules, c.dtype, padding) for path, spec in tree.items(specs)}
+    params = {path: place(path, spec, rules, c.dtype) for path, spec in tree.items(specs)}
     states = _place_states(request, rules, pages)
     parameters, kinds = (
         _kinds(params, part_of, reading=True),
@@ -213,19 +214,18 @@ def shard_model(request: Request) -> ShardPlan:
     return ShardPlan(
         request=request,
         rules=rules,
-        padding=padding,
         parameters=parameters,
         states=kinds,
         stages=tuple(_stage_uses(c, stages, params, states, _released(c, specs))),
         whole=tuple(_whole([*parameters, *kinds], rules)),
-        collectives=tuple(collectives_of(request, rules, padding, pages)),
-        notes=tuple(_notes(request, rules, stages, params, states, padding, pages)),
+        collectives=tuple(collectives_of(request, rules, pages)),
+        notes=tuple(_notes(request, rules, stages, params, states, pages)),
     )
 
 
-def collectives_of(r: Request, rules: Rules, padding: Padding, pages: int) -> Iterator[PartUse]:
+def collectives_of(r: Request, rules: Rules, pages: int) -> Iterator[PartUse]:
     """What crosses devices in each kind of part, by tracing it once where it is first."""
-    c, bucket = _physical(r.config, padding), _bucket(r, rules, pages)
+    c, bucket = r.config, _bucket(r, rules, pages)
     trace, schedule = sharded_piece_tracer(c, bucket, rules), uses(c, bucket)
     first = {_kind_of(use.part): use for use in reversed(schedule)}
     counts = Counter(_kind_of(use.part) for use in schedule)
@@ -254,17 +254,6 @@ def _bucket(r: Request, rules: Rules, pages: int) -> Bucket:
     )  # fmt: skip
 
 
-def _physical(c: ModelConfig, padding: Padding) -> ModelConfig:
-    """The model with padded sizes in place of its own, for shapes alone."""
-
-    def padded(ffn: Any) -> Any:
-        experts = getattr(ffn, "experts", 0)
-        return dataclasses.replace(ffn, experts=padding[key]) if (key := ("experts", experts)) in padding else ffn
-
-    layers = tuple(dataclasses.replace(layer, ffn=padded(layer.ffn)) for layer in c.layers) if padding else c.layers
-    return dataclasses.replace(c, vocab=padding.get(("vocab", c.vocab), c.vocab), layers=layers)
-
-
 def _chosen(r: Request) -> Iterator[Size]:
     """Sizes that the command line chooses."""
     yield Size(axis="batch", size=r.rows, path="--batch", count=0)
@@ -278,6 +267,17 @@ def _chunk(r: Request) -> int:
     indexed = any(isinstance(m, MlaConfig) and m.indexer for m in _mixers(r.config))
     unit = r.mesh.context * (r.mesh.tensor if indexed else 1)
     return -(-CHUNK // unit) * unit
+
+
+def _experts(c: ModelConfig) -> MoeConfig | None:
+    """The experts of a model, which are the same in all layers that have some."""
+    return next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
+
+
+def _check_copies(c: ModelConfig, rules: Rules) -> None:
+    moe = _experts(c)
+    if moe is not None and moe.redundant:
+        legality.check_redundant(moe.experts, moe.redundant, rules.ways("experts"))
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
@@ -399,12 +399,12 @@ def _notes(
     stages: list[Stage],
     params: dict[str, Placement],
     states: dict[str, Placement],
-    padding: Padding,
     pages: int,
 ) -> Iterator[str]:
     yield from _crossings(r)
-    for (axis, size), physical in padding.items():
-        yield f"padded: {axis} {size:,} -> {physical:,}"
+    for (axis, size), physical in rules.padding.items():
+        yield f"padded: {axis} {size:,} -> {physical:,}, {_PADDED[axis]}"
+    yield from _expert_notes(r, rules)
     tower = ("vision_heads", "vision_ffn") if r.config.vision is not None and r.mesh.tensor > 1 else ()
     for why in dict.fromkeys(rules.why[axis] for axis in tower if not rules.on(axis)):
         yield f"vision: {why}"
@@ -417,6 +417,39 @@ def _notes(
             words = f"{n} -> {more}: {more / n - 1:.0%} more queries"
             yield f"attention heads of a rank are padded where CANN takes powers of two alone ({words})"
     yield from _memory_notes(r, stages, params, states)
+
+
+_PADDED = {
+    "vocab": "zeros; logits of what is added are minus infinity",
+    "experts": "zeros; the router does not know what is added",
+}
+
+
+def _expert_notes(r: Request, rules: Rules) -> Iterator[str]:
+    """How rows come to experts, and where copies of experts are."""
+    moe = _experts(r.config)
+    if moe is None:
+        return
+    ways, slots = rules.ways("experts"), rules.physical("experts", moe.slots)
+    if moe.redundant:
+        yield (
+            f"experts: {moe.experts:,} and {moe.redundant:,} copies in {moe.slots:,} slots, {slots // ways:,} a rank; "
+            f"layers.*.moe.table, an input of {4 * moe.table:,} bytes, says which are where"
+        )
+    if not r.exchange or ways == 1:
+        return
+    tokens = 1 if r.phase == "decode" else _chunk(r)
+    rows = -(-r.rows * tokens // rules.ways("token") // moe.chunks)
+    sizes = rows, moe.latent or r.config.embed, moe.top_k, ways, slots // ways
+    if why := no_pair(target(r.target), *sizes):
+        yield f"exchange: every rank reads all rows of its group, since CANN's fused pair cannot: {why}"
+        return
+    size = -(-buffer_bytes(*sizes) // 2**20)
+    parts = f", {moe.chunks} chunks of them" if moe.chunks > 1 else ""
+    yield (
+        f"exchange: MoeDistributeDispatchV2 and MoeDistributeCombineV2, {rows:,} rows of a rank{parts}, "
+        f"up to {capacity(rows, moe.top_k, ways, slots // ways):,} come; HCCL_BUFFSIZE of {size:,} or more"
+    )
 
 
 def _crossings(r: Request) -> Iterator[str]:
@@ -538,9 +571,10 @@ def explain_parameter(request: Request, name: str) -> Explained:
         ShardingError: there is none of that name; it cannot be placed, and why.
     """
     c, rules = request.config, request.rules()
+    _check_copies(c, rules)
     specs = dict(tree.items(model_specs(c)))
     sizes = sizes_of(specs, c.dtype)
-    padding = legality.pad(sizes, rules) if request.pad else {}
+    rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})
     states = _place_states(request, rules, _sequence_pages(request, rules)) if name not in specs else {}
     if name not in specs and name not in states:
         raise ShardingError(
@@ -554,9 +588,9 @@ def explain_parameter(request: Request, name: str) -> Explained:
         )
     else:
         spec = specs[name]
-        if found := faults(sizes_of({name: spec}, c.dtype), rules, padding):
+        if found := faults(sizes_of({name: spec}, c.dtype), rules):
             raise ShardingError(_refusal(request, sizes, [*found]))
-        placement = place(name, spec, rules, c.dtype, padding)
+        placement = place(name, spec, rules, c.dtype)
     held = tuple(stages[i] for i in stages_of(name, c, stages))
     return Explained(request=request, rules=rules, spec=spec, placement=placement, stages=held)
 

@@ -107,6 +107,34 @@ def own_index(x: Any, axis: str, times: int = 1) -> Any:
     return torch.zeros(1, dtype=torch.int64, device=x.device)
 
 
+def splits(x: Any, axis: str, other: str) -> bool:
+    """Whether what splits `other` also splits `axis`: rows over the devices that share out experts, say."""
+    return handle_torch_function(splits, (x,), x, axis, other) if _answers(x) else False
+
+
+def expert_dispatch(x: Any, chosen: Any, axis: str, count: int) -> tuple[Any, ...]:
+    """Rows to the devices that have their experts, sorted by expert; in a body, and where `splits`.
+
+    Args:
+        x: `[N, D]`, this device's rows. chosen: `[N, K]` int32, ids among all experts, each once in a row.
+        axis: that of experts. count: experts E that this device has.
+
+    Returns:
+        rows `[A, D]`, as many as may come: N of each device, once for each of its K experts that can be here; what is
+        after the last group has no meaning. Group sizes `[E]` int64. Two tensors that are for `expert_combine` alone.
+    """
+    return handle_torch_function(expert_dispatch, (x,), x, chosen, axis, count)
+
+
+def expert_combine(y: Any, chosen: Any, weights: Any, assist: Any, counts: Any, axis: str, count: int) -> Any:
+    """Rows back to where they came from, and the weighted sum of each one's K: `[N, D]`.
+
+    Args:
+        y: `[A, D]`. weights: `[N, K]` float32. assist, counts: as `expert_dispatch` gave them.
+    """
+    return handle_torch_function(expert_combine, (y,), y, chosen, weights, assist, counts, axis, count)
+
+
 def ways(x: Any, axis: str) -> int:
     """Into how many parts a logical axis is split. `x`: any value of the body."""
     return handle_torch_function(ways, (x,), x, axis) if _answers(x) else 1

@@ -13,9 +13,12 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from kimi_graph.errors import ShardingError
 
+X = TypeVar("X")
 ENOUGH = 0.02  # a plan with more moves has to make the busiest rank less busy by this much
 
 
@@ -62,6 +65,38 @@ class Table:
             found[expert].append(slot)
         return [tuple(slots) for slots in found]
 
+    @property
+    def packed(self) -> list[int]:
+        """The table as a graph takes it: where the slots of each expert begin in it and the last ones end, the slots.
+
+        Of three experts in four slots `(0, 1, 2, 0)`: `[4, 6, 7, 8, 0, 3, 1, 2]`.
+        """
+        copies = self.copies
+        starts = accumulate((len(slots) for slots in copies), initial=self.experts + 1)
+        return [*starts, *(slot for slots in copies for slot in slots)]
+
+    @staticmethod
+    def unpack(values: Sequence[int], experts: int, ranks: int) -> "Table":
+        """The table of a graph's input.
+
+        Raises:
+            ShardingError: it is no such table: an expert that is nowhere or twice on a rank, a slot that two have.
+        """
+        room = len(values) - experts - 1
+        starts, listed = list(values[: experts + 1]), list(values[experts + 1 :])
+        if room < experts or starts[0] != experts + 1 or starts[-1] != len(values) or sorted(starts) != starts:
+            raise ShardingError(f"a table of {experts} experts: its slots do not begin where it says.")
+        if sorted(listed) != list(range(room)):
+            wrong = next(s for s in range(room) if listed.count(s) != 1)
+            raise ShardingError(f"a table of {experts} experts: slot {wrong} is there {listed.count(wrong)} times.")
+        slots = [-1] * room
+        for expert, (start, end) in enumerate(pairwise(starts)):
+            if start == end:
+                raise ShardingError(f"expert {expert} has no slot.")
+            for slot in values[start:end]:
+                slots[slot] = expert
+        return Table(tuple(slots), ranks)
+
     def loads(self, loads: Sequence[float]) -> list[float]:
         """What each rank gets."""
         share = [load / len(slots) for load, slots in zip(loads, self.copies, strict=True)]
@@ -106,6 +141,13 @@ class Plan:
             f"{self.table.experts} experts in {len(self.table.slots)} slots of {self.table.ranks} ranks: busiest rank "
             f"{before:.3f} -> {after:.3f} of the mean, {len(self.moves)} moves, {between} of them between ranks"
         )
+
+    def moved(self, held: Sequence[X]) -> list[X]:
+        """What slots hold after the moves, by what they held before."""
+        after = list(held)
+        for move in self.moves:
+            after[move.target] = held[move.source]
+        return after
 
     def same_rank(self, move: Move) -> bool:
         """Whether a move stays on its rank."""

@@ -151,6 +151,40 @@ def _ways(_: Any, x: Local, name: str) -> int:
 
 
 @_of_body
+def _splits(_: Any, x: Local, axis: str, other: str) -> bool:
+    return _are_split(x.rules, axis, other)
+
+
+@rule("splits", linear=True)
+def _splits_globally(_: Any, x: Sharded, axis: str, other: str) -> bool:
+    return _are_split(x.rules, axis, other)
+
+
+def _are_split(rules: Rules, axis: str, other: str) -> bool:
+    return bool(rules.on(other)) and set(rules.on(other)) <= set(rules.on(axis))
+
+
+@_of_body
+def _expert_dispatch(_: Any, x: Local, chosen: Local, name: str, count: int) -> tuple[Local, ...]:
+    made = collectives.expert_dispatch(x.rules.mesh, x.local, chosen.local, x.rules.on(name), count)
+    return tuple(Local(x.rules, y, x.varies | chosen.varies | {name}) for y in made)
+
+
+@_of_body
+def _expert_combine(
+    _: Any, y: Local, chosen: Local, weights: Local, assist: Local, counts: Local, name: str, count: int
+) -> Local:
+    own = chosen.varies | weights.varies
+    if more := sorted(y.varies - own - {name}):
+        raise ShardingError(f"{y} also varies by {more[0]!r}: rows come back with a part of what they should be.")
+    notes = assist.local, counts.local
+    made = collectives.expert_combine(
+        y.rules.mesh, y.local, chosen.local, weights.local, notes, y.rules.on(name), count
+    )
+    return Local(y.rules, made, own)
+
+
+@_of_body
 def _local_ids(_: Any, ids: Local, name: str, count: int) -> Local:
     axes = ids.rules.on(name)
     if not axes:

@@ -20,9 +20,10 @@ from torch import Tensor, fx
 
 from kimi_graph.errors import ShardingError
 
+from . import experts
 from .mesh import Axes, Mesh
 
-Parts = list[Tensor]  # a tensor for each rank of a group, in its order
+Parts = list[Any]  # of each rank of a group, in its order: its tensor, or a tuple of them
 
 _LIBRARY = torch.library.Library("kimi", "FRAGMENT")
 
@@ -33,8 +34,8 @@ class Collective:
 
     Attributes:
         op: the node's target; its second argument is the group, or its first where it takes no tensor.
-        together: the tensors of a group (for `own_index`: only the number of ranks) and the rest of the node's
-            arguments give each rank's result.
+        together: the tensors of a group (of several to a rank, tuples; for `own_index`: only the number of ranks) and
+            the rest of the node's arguments give each rank's result, or results.
         lower: as an operator's.
         moves: whether ranks wait for each other.
     """
@@ -55,8 +56,8 @@ def group_name(axes: Sequence[str]) -> str:
 
 
 def group_axes(name: str) -> Axes:
-    """The mesh axes of a group's name."""
-    return tuple(name.split(","))
+    """The mesh axes of a group's name; before a colon stands what it is for alone."""
+    return tuple(name.rpartition(":")[2].split(","))
 
 
 def _define(
@@ -64,12 +65,12 @@ def _define(
 ) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, fake, "Meta" if "Tensor x" in schema else "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, fake, "Meta" if "Tensor" in schema.partition("->")[0] else "CompositeExplicitAutograd")
 
     def alone(*args: Any, **kwargs: Any) -> Any:
         raise ShardingError(f"{name} is the work of several ranks; run the graph with parallel.simulate.")
 
-    if "Tensor x" in schema:
+    if "Tensor" in schema.partition("->")[0]:
         _LIBRARY.impl(name, alone, "CPU")
     op = getattr(torch.ops.kimi, name).default
     COLLECTIVES[op] = Collective(name, op, together, lower, moves)
@@ -225,6 +226,19 @@ _OWN_INDEX = _define(
     _lower_own_index,
     moves=False,
 )
+_EXPERT_DISPATCH = _define(
+    "expert_dispatch(Tensor x, str axes, Tensor chosen, int ways, int experts) -> (Tensor, Tensor, Tensor, Tensor)",
+    experts.dispatch_fake,
+    experts.dispatch_together,
+    experts.lower_dispatch,
+)
+_EXPERT_COMBINE = _define(
+    "expert_combine(Tensor y, str axes, Tensor chosen, Tensor weights, Tensor assist, Tensor counts, int ways, "
+    "int experts) -> Tensor",
+    experts.combine_fake,
+    experts.combine_together,
+    experts.lower_combine,
+)
 OPS = {c.name: c.op for c in COLLECTIVES.values()}
 
 
@@ -261,6 +275,18 @@ def own_index(axes: Axes, times: int = 1, dtype: torch.dtype = torch.int64) -> T
     return _OWN_INDEX(group_name(axes), times, dtype)
 
 
+def expert_dispatch(mesh: Mesh, x: Tensor, chosen: Tensor, axes: Axes, experts: int) -> tuple[Tensor, ...]:
+    """Rows to the ranks that have their experts, see `annotate.expert_dispatch`."""
+    return _EXPERT_DISPATCH(x, group_name(axes), chosen, mesh.size(axes), experts)
+
+
+def expert_combine(
+    mesh: Mesh, y: Tensor, chosen: Tensor, weights: Tensor, notes: tuple[Tensor, Tensor], axes: Axes, experts: int
+) -> Tensor:
+    """Rows back, and their weighted sums, see `annotate.expert_combine`."""
+    return _EXPERT_COMBINE(y, group_name(axes), chosen, weights, *notes, mesh.size(axes), experts)
+
+
 def _divisible(mesh: Mesh, name: str, x: Tensor, axes: Axes, dim: int) -> int:
     """`dim` counted from the front; refused where `x` cannot be cut along it."""
     ways, dim = mesh.size(axes), dim % x.ndim
@@ -279,7 +305,8 @@ class Issued:
 
     Attributes:
         name: "all_reduce" ... axes: mesh axes of its group.
-        shape, dtype: of what one rank gives. arguments: the rest, by name.
+        shape, dtype: of what one rank gives; of rows of experts, one for each that they have chosen.
+        arguments: the rest, by name.
         source: file and line of the layer that needs it.
     """
 
@@ -308,6 +335,9 @@ def issued(graph: fx.Graph) -> list[Issued]:
             x, axes, *rest = node.args
             names = [a.name for a in collective.op._schema.arguments[2:]]
             val, source = x.meta["val"], node.meta.get("source", "")
-            arguments = tuple(zip(names, rest, strict=True))
-            found.append(Issued(collective.name, group_axes(axes), tuple(val.shape), val.dtype, arguments, source))
+            arguments = tuple((k, v) for k, v in zip(names, rest, strict=True) if not isinstance(v, fx.Node))
+            shape = tuple(val.shape)
+            if node.target in (_EXPERT_DISPATCH, _EXPERT_COMBINE):
+                shape = (rest[0].meta["val"].numel(), shape[1])
+            found.append(Issued(collective.name, group_axes(axes), shape, val.dtype, arguments, source))
     return found

@@ -84,16 +84,16 @@ def faults(sizes: Iterable[Size], rules: Rules, padding: Padding | None = None) 
     """Every size that the rules do not divide.
 
     Args:
-        padding: physical sizes that replace some; see `pad`.
+        padding: physical sizes that replace some, beside those of the rules; see `pad`.
 
     Raises:
         ShardingError: an axis without a rule.
     """
-    padding, found = padding or {}, []
+    rules, found = rules.padded(padding or {}), []
     for s in sizes:
         over = rules.on(s.axis)
         ways = rules.mesh.size(over)
-        if padding.get((s.axis, s.size), s.size) % ways:
+        if rules.physical(s.axis, s.size) % ways:
             found.append(Fault(size=s, over=over, ways=ways, remedies=tuple(_remedies(s, over, ways, rules.mesh))))
     return found
 
@@ -129,7 +129,7 @@ def refusal(
 def pad(sizes: Iterable[Size], rules: Rules) -> dict[tuple[str, int], int]:
     """Physical sizes of the axes that may be padded and do not divide: the vocabulary and experts.
 
-    It stays exact. No token has an id in the padded vocabulary, and its logits are cut off; the router knows the
+    It stays exact. No token has an id in the padded vocabulary, and its logits are minus infinity; the router knows the
     model's own experts alone, so added ones get no rows, or serve as copies of busy ones (see `balance`).
     """
     padded = {}
@@ -138,6 +138,29 @@ def pad(sizes: Iterable[Size], rules: Rules) -> dict[tuple[str, int], int]:
         if s.axis in PADDED and s.size % ways:
             padded[s.axis, s.size] = -(-s.size // ways) * ways
     return padded
+
+
+def check_redundant(experts: int, redundant: int, ways: int) -> None:
+    """Whether so many copies can be added to the experts of a model.
+
+    Args:
+        experts: the model's. redundant: copies beside one of each. ways: ranks that share out an expert's copies.
+
+    Raises:
+        ShardingError: slots that do not divide over the ranks, more copies than ranks; with the nearest legal numbers.
+    """
+    most = experts * (ways - 1)
+    if not 0 <= redundant <= most:
+        raise ShardingError(
+            f"--redundant-experts {redundant:,}: an expert is at most once on each of {ways:,} ranks, so that there "
+            f"are 0 to {most:,} copies of {experts:,} experts."
+        )
+    if (experts + redundant) % ways:
+        near = [n - experts for n in _multiples(experts + redundant, ways) if experts <= n <= experts + most]
+        raise ShardingError(
+            f"--redundant-experts {redundant:,}: {experts + redundant:,} slots do not divide over {ways:,} ranks. "
+            f"Nearest: {', '.join(f'{n:,}' for n in near)}."
+        )
 
 
 def _remedies(s: Size, over: Axes, ways: int, mesh: Mesh) -> Iterator[str]:

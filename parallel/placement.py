@@ -1,7 +1,7 @@
 """Where a tensor lies: the mesh axes of each dim, what one rank holds of it, and which ranks hold the same."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,7 @@ from kimi_graph.errors import ShardingError
 from kimi_graph.spec import ParamSpec
 
 from .mesh import Axes, Mesh
-from .rules import Rules
-
-Padding = Mapping[tuple[str, int], int]
-"""Physical sizes of logical axes: `{("vocab", 163840): 163872}`. What is added holds zeros and is never read."""
+from .rules import Padding, Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +87,13 @@ def place(path: str, spec: ParamSpec, rules: Rules, dtype: torch.dtype, padding:
 
     Args:
         dtype: of a spec that does not fix its own.
-        padding: physical sizes; none by default.
+        padding: physical sizes, beside those of the rules.
 
     Raises:
         ShardingError: a size that does not divide, an axis without a rule, a mesh axis that would split two dims.
     """
-    shape = tuple((padding or {}).get(key, key[1]) for key in zip(spec.axes, spec.shape, strict=True))
+    rules = rules.padded(padding or {})
+    shape = tuple(rules.physical(name, size) for name, size in zip(spec.axes, spec.shape, strict=True))
     dims = tuple(map(rules.on, spec.axes))
     seen: dict[str, str] = {}
     for name, size, axes in zip(spec.axes, shape, dims, strict=True):
@@ -130,14 +128,19 @@ def shard(x: Tensor, placement: Placement, rank: int) -> Tensor:
     """
     if tuple(x.shape) != placement.given:
         raise ShardingError(f"{placement.path}: found shape {list(x.shape)}, expected {list(placement.given)}.")
-    for dim, (size, padded) in enumerate(zip(placement.given, placement.shape, strict=True)):
-        if padded > size:
-            more = (*x.shape[:dim], padded - size, *x.shape[dim + 1 :])
-            x = torch.cat([x, x.new_zeros(more)], dim)
+    x = with_zeros(x, placement.shape)
     for dim in range(x.ndim):
         own = placement.own(dim, rank)
         x = x.narrow(dim, own.start, len(own))
     return x.contiguous()
+
+
+def with_zeros(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` with zeros after it in every dimension that is longer in `shape`."""
+    for dim, (size, padded) in enumerate(zip(x.shape, shape, strict=True)):
+        if padded > size:
+            x = torch.cat([x, x.new_zeros(*x.shape[:dim], padded - size, *x.shape[dim + 1 :])], dim)
+    return x
 
 
 def unshard(parts: Sequence[Tensor], placement: Placement, *, tolerance: float = 0.0) -> Tensor:

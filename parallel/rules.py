@@ -4,11 +4,14 @@ A missing rule is an error, never replication by accident.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kimi_graph.errors import ShardingError
 
 from .mesh import Axes, Mesh
+
+Padding = Mapping[tuple[str, int], int]
+"""Physical sizes of logical axes: `{("vocab", 163840): 163872}`. What is added holds zeros and is never read."""
 
 UNNAMED = ("_", None)  # a dim without a logical axis is never split
 
@@ -21,11 +24,13 @@ class Rules:
         mesh: whose axes they are.
         mapping: logical axis -> atomic mesh axes that split it, the first of them outermost; empty: whole everywhere.
         why: in words, for axes that have a reason on record.
+        padding: physical sizes of logical axes that would not divide, see `legality.pad`.
     """
 
     mesh: Mesh
     mapping: Mapping[str, Axes]
     why: Mapping[str, str] = field(default_factory=dict, compare=False)
+    padding: Padding = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, axes in self.mapping.items():
@@ -73,7 +78,15 @@ class Rules:
     def changed(self, **axes: str | Axes | None) -> "Rules":
         """The same rules but for some axes; why those are so is not on record."""
         why = {name: words for name, words in self.why.items() if name not in axes}
-        return Rules(self.mesh, {**self.mapping, **Rules.of(self.mesh, axes).mapping}, why)
+        return replace(self, mapping={**self.mapping, **Rules.of(self.mesh, axes).mapping}, why=why)
+
+    def padded(self, padding: Padding) -> "Rules":
+        """The same rules with physical sizes in place of some."""
+        return replace(self, padding={**self.padding, **padding})
+
+    def physical(self, name: str | None, size: int) -> int:
+        """The size that a logical axis of this size has on the mesh."""
+        return self.padding.get((name or "_", size), size)
 
     def __str__(self) -> str:
         width = max(map(len, self.mapping), default=0)

@@ -130,10 +130,11 @@ def _run(node: fx.Node, values: dict[fx.Node, Any], rank: int) -> Any:
 
 def _together(collective: Collective, mesh: Mesh, node: fx.Node, values: dict[fx.Node, Any]) -> Ranks:
     """One collective, group by group."""
-    x = node.args[0] if isinstance(node.args[0], fx.Node) else None
-    name, *rest = node.args[1:] if x is not None else node.args
-    results: dict[int, Tensor] = {}
+    tensors = [x for x in node.args if isinstance(x, fx.Node)]
+    name, *rest = (x for x in node.args if not isinstance(x, fx.Node))
+    results: dict[int, Any] = {}
     for group in mesh.groups(group_axes(str(name))):
-        given = len(group) if x is None else [values[x][rank] for rank in group]
+        parts = [tuple(values[x][rank] for x in tensors) for rank in group]
+        given = len(group) if not tensors else [p[0] for p in parts] if len(tensors) == 1 else parts
         results.update(zip(group, collective.together(given, *rest), strict=True))
     return [results[rank] for rank in range(mesh.world)]

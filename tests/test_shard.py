@@ -122,7 +122,7 @@ def test_padding_is_taken_only_when_asked_for():
     with pytest.raises(ShardingError, match="experts=896 does not divide over 1,024"):
         shard_model(request("kimi-k3", "dp=32,tp=32"))
     plan = shard_model(request("kimi-k3", "dp=32,tp=32", pad=True))
-    assert "padded: experts 896 -> 1,024" in plan.notes
+    assert "padded: experts 896 -> 1,024, zeros; the router does not know what is added" in plan.notes
     (kind,) = [k for k in plan.parameters if k.name.endswith("gate_up")]
     assert kind.placement.local[0] == 1
 
@@ -167,6 +167,48 @@ def test_one_device_has_no_collectives_and_a_whole_tower_has_none():
 def test_padded_experts_and_vocabulary_are_traced_as_padded():
     plan = shard_model(request("kimi-k3", "tp=3", pad=True))
     assert not any(p.refused for p in plan.collectives)
+
+
+def moe_of(plan):
+    return next(part for part in plan.collectives if part.part == "moe")
+
+
+def test_an_exchange_says_its_collectives_and_what_the_pair_needs():
+    plan = shard_model(request("kimi-k3", "dp=4,tp=32,ep=128", batch=1024, exchange=True))
+    over = ("data", "tensor")
+    assert [(i.name, i.axes, i.shape) for i in moe_of(plan).issued] == [
+        ("expert_dispatch", over, (128, 3584)),  # 8 rows of a rank, each to 16 experts
+        ("expert_combine", over, (128, 3584)),
+        ("reduce_scatter", ("tensor",), (256, 7168)),
+        ("all_gather", ("tensor",), (8, 7168)),
+    ]
+    (note,) = [n for n in plan.notes if n.startswith("exchange:")]
+    assert "MoeDistributeDispatchV2 and MoeDistributeCombineV2, 8 rows of a rank" in note
+    assert "HCCL_BUFFSIZE of 107 or more" in note
+
+
+def test_an_exchange_that_the_pair_cannot_do_says_why():
+    plan = shard_model(request("kimi-linear-48b", "tp=2", batch=1, phase="prefill", exchange=True, target="a2"))
+    assert any("every rank reads all rows of its group" in n and "do not have it for a2" in n for n in plan.notes)
+    few = shard_model(request("kimi-k3", "tp=32", batch=64, phase="prefill", exchange=True))
+    assert any("1,024 rows of a rank, it takes 512; --moe-chunks 2 or more" in n for n in few.notes)
+
+
+def test_copies_of_experts_are_placed_and_their_table_is_an_input():
+    result = command("kimi-k3", "--mesh", "dp=4,tp=32,ep=128", "--redundant-experts", "128")
+    assert result.exit_code == 0
+    assert (
+        "experts: 896 and 128 copies in 1,024 slots, 8 a rank; layers.*.moe.table, an input of 7,684" in result.stdout
+    )
+    refused = command("kimi-k3", "--mesh", "tp=32", "--redundant-experts", "5")
+    assert refused.exit_code == 1
+    assert "901 slots do not divide over 32 ranks. Nearest: 0, 32." in refused.output
+
+
+def test_chunks_of_an_exchange_are_as_many_pairs():
+    result = command("kimi-k3", "--mesh", "tp=32", "--batch", "64", "--exchange", "--moe-chunks", "2", "--json")
+    (moe,) = [p for p in json.loads(result.stdout)["collectives"] if p["part"] == "moe"]
+    assert [i["collective"] for i in moe["issued"]][:4] == ["expert_dispatch"] * 2 + ["expert_combine"] * 2
 
 
 def test_a_part_that_a_layer_cannot_do_on_the_mesh_says_so_with_its_line(monkeypatch):

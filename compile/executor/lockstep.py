@@ -17,23 +17,53 @@ from .node import Op, evaluate
 
 @dataclass(frozen=True)
 class Meeting:
-    """A rank at a collective: the node with its attributes, the name of its group, and the rank's input."""
+    """A rank at a collective: the node with its attributes, and the rank's inputs by name."""
 
     op: Op
-    group: str
-    given: Tensor
+    given: Mapping[str, Tensor]
+
+    @property
+    def group(self) -> str:
+        """The name of its group."""
+        assert self.op.node.semantics is not None
+        return self.op.need(self.op.node.semantics.group, str)
+
+    @property
+    def first(self) -> Tensor:
+        return next(iter(self.given.values()))
 
     @property
     def terms(self) -> tuple[Any, ...]:
         """What all ranks of a group have to agree on."""
-        return (self.op.node.type, sorted(self.op.node.attrs.items()), tuple(self.given.shape), self.given.dtype)
+        node = self.op.node
+        assert node.semantics is not None
+        attrs = sorted((name, value) for name, value in node.attrs.items() if name != node.semantics.own)
+        return (node.type, attrs, *((tuple(x.shape), x.dtype) for x in self.given.values()))
+
+    def check_place(self, rank: int) -> None:
+        """Raises:
+        BundleError: the graph is that of a rank at another place of the group.
+        """
+        own = self.op.node.semantics.own if self.op.node.semantics else ""
+        if own:
+            found = self.op.need(own, int)
+            self.op.require(found == rank, f"{own} is {found} on rank {rank} of its group")
+
+    def results(self, parts: Sequence[Mapping[str, Tensor]]) -> list[tuple[Tensor, ...]]:
+        """What each rank gets of the inputs of all."""
+        semantics = self.op.node.semantics
+        assert semantics is not None and semantics.together is not None
+        evaluate(self.op, {name: x.to("meta") for name, x in self.given.items()})  # attributes and shapes
+        alone = len(self.given) == 1
+        made = semantics.together(self.op, [next(iter(p.values())) if alone else p for p in parts])
+        return [tuple(x.clone() for x in own) if isinstance(own, tuple) else (own.clone(),) for own in made]
 
     def __str__(self) -> str:
-        dtype = str(self.given.dtype).removeprefix("torch.")
-        return f"{self.op.node.name} ({self.op.node.type} {self.group} {list(self.given.shape)} {dtype})"
+        dtype = str(self.first.dtype).removeprefix("torch.")
+        return f"{self.op.node.name} ({self.op.node.type} {self.group} {list(self.first.shape)} {dtype})"
 
 
-Steps = Generator[Meeting, Tensor, Any]
+Steps = Generator[Meeting, tuple[Tensor, ...], Any]
 Groups = Callable[[str], Sequence[Sequence[int]]]
 
 
@@ -79,16 +109,14 @@ def _called(waiting: Mapping[int, Meeting], groups: Groups) -> list[tuple[int, .
     return list(found)
 
 
-def _meet(group: dict[int, Meeting]) -> dict[int, Tensor]:
+def _meet(group: dict[int, Meeting]) -> dict[int, tuple[Tensor, ...]]:
     first, *others = group.items()
     for rank, meeting in others:
         if meeting.terms != first[1].terms:
             raise BundleError(f"rank {first[0]} is at {first[1]}, rank {rank} of its group at {meeting}.")
-    op = first[1].op
-    assert op.node.semantics is not None and op.node.semantics.together is not None
-    evaluate(op, {"x": first[1].given.to("meta")})  # attributes and shape
-    parts = op.node.semantics.together(op, [meeting.given for meeting in group.values()])
-    return {rank: part.clone() for rank, part in zip(group, parts, strict=True)}
+    for place, meeting in enumerate(group.values()):
+        meeting.check_place(place)
+    return dict(zip(group, first[1].results([meeting.given for meeting in group.values()]), strict=True))
 
 
 def _stuck(waiting: Mapping[int, Meeting], results: Mapping[int, Any], groups: Groups) -> str:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .lockstep import Groups, Meeting, Steps
-from .node import evaluate
 
 Connected = dict[str, tuple[list[int], Any]]
 
@@ -46,15 +45,18 @@ def run_alone(steps: Steps, connected: Connected) -> Any:
         made = _meet(meeting, *connected[meeting.group])
 
 
-def _meet(meeting: Meeting, ranks: list[int], group: Any) -> Tensor:
+def _meet(meeting: Meeting, ranks: list[int], group: Any) -> tuple[Tensor, ...]:
     terms: list[Any] = [None] * len(ranks)
     dist.all_gather_object(terms, str(meeting.terms), group=group)
     other = next((i for i, found in enumerate(terms) if found != terms[0]), 0)
     meeting.op.require(other == 0, f"ranks {ranks[0]} and {ranks[other]} differ: {terms[0]} and {terms[other]}")
-    given = meeting.given.contiguous()
-    parts = [torch.empty_like(given) for _ in ranks]
-    dist.all_gather([x.view(torch.uint8) for x in parts], given.view(torch.uint8), group=group)
-    semantics = meeting.op.node.semantics
-    assert semantics is not None and semantics.together is not None
-    evaluate(meeting.op, {"x": given.to("meta")})  # attributes and shape
-    return semantics.together(meeting.op, parts)[ranks.index(dist.get_rank())].clone()
+    parts: list[dict[str, Tensor]] = [{} for _ in ranks]
+    for name, x in meeting.given.items():
+        given = x.contiguous()
+        found = [torch.empty_like(given) for _ in ranks]
+        dist.all_gather([part.view(torch.uint8) for part in found], given.view(torch.uint8), group=group)
+        for part, tensor in zip(parts, found, strict=True):
+            part[name] = tensor
+    place = ranks.index(dist.get_rank())
+    meeting.check_place(place)
+    return meeting.results(parts)[place]

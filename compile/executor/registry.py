@@ -24,7 +24,7 @@ PROVENANCES = (
 )
 
 
-Together = Callable[[Any, list[Tensor]], list[Tensor]]
+Together = Callable[[Any, list[Any]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Semantics:
         host: inputs whose values decide shapes; they must come from constants.
         view: the output may be the input's memory, unchanged.
         provenance: one of `PROVENANCES`. source: in words.
-        together: of an operator of several ranks: `together(op, parts)`, the inputs of a group in its order, gives
-            each rank's output. `run` then only says the shape.
+        together: of an operator of several ranks: `together(op, parts)`, the inputs of a group in its order (of each
+            rank its tensor, or where there are several a dict), gives each rank's output, or tuple of them. `run` then
+            only says the shapes.
+        group: attribute with the name of its group. own: attribute that says where a rank stands in it.
     """
 
     type: str
@@ -61,6 +63,8 @@ class Semantics:
     provenance: str
     source: str
     together: Together | None = None
+    group: str = "group"
+    own: str = ""
 
 
 SEMANTICS: dict[str, Semantics] = {}
@@ -76,13 +80,15 @@ def ge_op(
     view: bool = False,
     prototype: str = "",
     together: Together | None = None,
+    group: str = "group",
+    own: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the semantics of one or more GE operator types.
 
     Args:
         outputs, in_place, host: names, separated by spaces.
         prototype: all inputs where the function takes only some: `"x key[] mask? scale?"`; the rest must be absent.
-        together: see `Semantics`.
+        together, group, own: see `Semantics`.
     """
     assert provenance in PROVENANCES, provenance
 
@@ -101,6 +107,8 @@ def ge_op(
                 provenance=provenance,
                 source=source,
                 together=together,
+                group=group,
+                own=own,
             )
         return run
 

@@ -100,7 +100,7 @@ class Executor:
         *,
         selections: Selections | None = None,
         observe: Observer | None = None,
-    ) -> Generator[Meeting, Tensor, Ran]:
+    ) -> Generator[Meeting, tuple[Tensor, ...], Ran]:
         """`run` of one rank among others: stops at every collective, and goes on with what that gives this rank."""
         if mode not in MODES:
             raise BundleError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
@@ -122,7 +122,7 @@ class Executor:
                 if node.semantics.together is None:
                     outputs = self._compute(op, given)
                 else:
-                    outputs = ((yield Meeting(op, op.need("group", str), given["x"])),)
+                    outputs = yield Meeting(op, {name: x for name, x in given.items() if x is not None})
                     _check_outputs(op, outputs)
             if observe:
                 observe(node, outputs)
@@ -135,15 +135,18 @@ class Executor:
             states={n: kept[n] if n in kept else self._unread(n, states[n], exact=exact) for n in self.states},
         )
 
-    def meetings(self) -> Generator[Meeting, Tensor, None]:
+    def meetings(self) -> Generator[Meeting, tuple[Tensor, ...], None]:
         """`steps` without numbers: the collectives alone, in the order they run, on meta tensors."""
         for node in self._order:
             if node.semantics is not None and node.semantics.together is not None:
-                (edge,) = node.edges
-                desc = self.nodes[edge[0]].descs[edge[1]]
+                given = gather_arguments(node, self._described)
                 op = Op(node, exact=False, error=BundleError)
-                given = torch.empty(shape_of(desc), dtype=dtype_of(desc), device="meta")
-                yield Meeting(op, op.need("group", str), given)
+                yield Meeting(op, {name: x for name, x in given.items() if x is not None})
+
+    def _described(self, edge: Edge) -> Tensor:
+        """A tensor without contents, as an edge is described."""
+        desc = self.nodes[edge[0]].descs[edge[1]]
+        return torch.empty(shape_of(desc), dtype=dtype_of(desc), device="meta")
 
     def _compute(self, op: Op, given: dict[str, Any]) -> tuple[Tensor, ...]:
         outputs = evaluate(op, given)

@@ -23,6 +23,7 @@ from kimi_graph import layers, ops, tree
 from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.layers import AttnResidual, Batch, Ffn, Kda, KdaState, Mla, MlaState, Moe
 from kimi_graph.ops.contract import contract
+from kimi_graph.parallel import own_index, shard_map
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import scope, tap
 from kimi_graph.tree import Leaf, param_tree
@@ -184,10 +185,16 @@ def schedule(c: ModelConfig, *, sparse: bool = False, vision: bool = False) -> t
             (reads if layer.mixer.indexer.shared else writes).append("selected")
         y = add(part, reads, *writes, layer=i)
         stream = y if starts else add("attn_add", [stream, y], f"{i}.m", layer=i)
-        y = add(layer.kinds[1], [mixed("ffn_res", i, f"{i}.n")], f"{i}.f", layer=i)
+        tables = [table_name(i)] if getattr(layer.ffn, "redundant", 0) else []
+        y = add(layer.kinds[1], [mixed("ffn_res", i, f"{i}.n"), *tables], f"{i}.f", layer=i)
         stream = add("ffn_add", [stream, y], f"{i}.x", layer=i)
     add("head", [mixed("out_res", None, "out")], "logits")
     return tuple(_with_frees(uses))
+
+
+def table_name(layer: int) -> str:
+    """The value that says which slots hold a layer's experts, where some have copies."""
+    return f"layers.{layer}.moe.table"
 
 
 def _with_frees(uses: Sequence[Use]) -> list[Use]:
@@ -239,12 +246,13 @@ def run_part(
         return [layers.replace_rows(F.embedding(given[0], p["embed"]), given[1], given[2])], None
     if part == "head":
         x_BTD = last_token(given[0], batch.counts) if how.last_only else given[0]
-        return [contract("btd,vd->btv", ops.rms_norm(x_BTD, p["norm"], c.norm_eps), p["head"])], None
+        logits_BTV = contract("btd,vd->btv", ops.rms_norm(x_BTD, p["norm"], c.norm_eps), p["head"])
+        return [own_words(logits_BTV, c.vocab, "sequence" if not how.last_only else None)], None
     assert use.layer is not None
     with scope(part):
         if part in ("kda", "mla"):
             return _mix(p, c, c.layers[use.layer], given, state, batch, how)
-        return [_feed(p, c, c.layers[use.layer], given[0])], None
+        return [_feed(p, c, c.layers[use.layer], *given)], None
 
 
 def _mix(
@@ -259,17 +267,36 @@ def _mix(
     return [y_BTD] if selected is None or before is not None else [y_BTD, selected], state
 
 
-def _feed(p: Mapping[str, Any], c: ModelConfig, layer: LayerConfig, x_BTD: Tensor) -> Tensor:
+def _feed(
+    p: Mapping[str, Any], c: ModelConfig, layer: LayerConfig, x_BTD: Tensor, table: Tensor | None = None
+) -> Tensor:
     h_BTD = ops.rms_norm(x_BTD, p["ffn_norm"], c.norm_eps)
     if isinstance(layer.ffn, DenseConfig):
         return layers.ffn(p["dense"], h_BTD, layer.ffn.situ)
-    return layers.moe(p["moe"], layer.ffn, h_BTD, c.norm_eps)
+    return layers.moe(p["moe"], layer.ffn, h_BTD, c.norm_eps, table)
 
 
 def last_token(x_BTD: Tensor, counts_B: Tensor) -> Tensor:
     """The last real token of each row: `[B, T, D]` -> `[B, 1, D]` (the first of a row without tokens)."""
     at_B = (counts_B - 1).clamp(min=0)
     return torch.gather(x_BTD, 1, at_B[:, None, None].expand(x_BTD.shape[0], 1, x_BTD.shape[2]))
+
+
+def own_words(logits_BTV: Tensor, vocab: int, tokens: str | None) -> Tensor:
+    """Minus infinity for words that only a padded vocabulary has: they never win, and weigh nothing.
+
+    Args:
+        vocab: words that the model has. tokens: logical axis of T.
+    """
+    if logits_BTV.shape[-1] == vocab:
+        return logits_BTV
+
+    def masked(x: Tensor) -> Tensor:
+        words = torch.arange(x.shape[-1], device=x.device) + own_index(x, "vocab", x.shape[-1])
+        return x.masked_fill(words >= vocab, float("-inf"))
+
+    axes = ("batch", tokens, "vocab")
+    return shard_map(masked, (axes,), axes)(logits_BTV)
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
@@ -285,14 +312,16 @@ def forward(
     step: bool,
     last_only: bool,
     vision: tuple[Tensor, Tensor] | None = None,
+    tables: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, tuple[LayerState, ...]]:
     """The whole model on a batch: logits `[B, T or 1, V]` and the next state of every layer.
 
     Args:
         vision: rows `[B, T]` int64 (0: text, else 1 + row of values) and values `[M, D]` that stand for tokens.
+        tables: where the copies of experts are, by `table_name`, in models that have some.
     """
     how, after = How(step=step, last_only=last_only), list(states)
-    values = {"tokens": tokens_BT}
+    values = {"tokens": tokens_BT, **(tables or {})}
     if vision is not None:
         values |= {"vision.rows": vision[0], "vision.values": vision[1]}
     for use in schedule(c, sparse=is_sparse(c, capacity_of(states, batch)), vision=vision is not None):

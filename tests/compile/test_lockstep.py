@@ -1,5 +1,7 @@
 """GE graphs of several ranks: each collective's nodes, whole models on a mesh, and ranks that do not come together."""
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -14,19 +16,31 @@ from kimi_graph.compile.convert import convert
 from kimi_graph.compile.driver import Graph, Request, build_graph
 from kimi_graph.compile.executor import Executor, infer_shapes, run_together
 from kimi_graph.compile.ge_proto import ModelDef, shape_of
+from kimi_graph.compile.order import COLLECTIVE, overlaps
 from kimi_graph.compile.pipeline import build_stages
+from kimi_graph.compile.places import bind_rank, placed_groups
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.sharded import dims_of
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import causal_mask
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import LayerConfig, ModelConfig, MoeConfig, in_chunks, with_copies
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import model_stages
-from kimi_graph.parallel import Mesh, collectives
+from kimi_graph.parallel import Mesh, Rules, balance, collectives, place, shard
+from kimi_graph.parallel.balance import Table
 from kimi_graph.parallel.presets import preset
 from kimi_graph.parallel.simulate import difference, gather, scatter, simulate
-from tests.compile.test_sharded import ROWS, batches, bucket, model, parameter, without_null_pages
+from tests.compile.test_sharded import (
+    ROWS,
+    batches,
+    bucket,
+    in_threes,
+    model,
+    padded,
+    parameter,
+    without_null_pages,
+)
 from tests.parallel.test_collectives import CALLS
 
 MESH = Mesh.parse("dp=2,tp=3")
@@ -73,8 +87,18 @@ def test_nodes_of_a_collective_are_legal_and_mean_what_it_means(host, name, dtyp
 class Run:
     """A step of a model in a bucket on the mesh of a stage: numbers for everything, cut to ranks where it is asked."""
 
-    def __init__(self, c: ModelConfig, mesh: Mesh, phase: str, *, split_cache: bool = False) -> None:
-        self.rules = preset(c, mesh, phase, split_cache=split_cache)
+    def __init__(
+        self,
+        c: ModelConfig,
+        mesh: Mesh,
+        phase: str,
+        rules: Rules | None = None,
+        copies: int = 0,
+        *,
+        split_cache: bool = False,
+    ) -> None:
+        """`copies`: of experts, in tables by skewed loads that differ by layer."""
+        self.rules = preset(c, mesh, phase, split_cache=split_cache) if rules is None else rules
         ways = self.rules.ways("cached")
         self.c, self.mesh, self.b = c, mesh, bucket(c, phase, mesh.data, ways)
         self.params = tree.map_with_path(parameter, decoder.model_specs(c))
@@ -82,6 +106,10 @@ class Run:
         self.states = tree.map(lambda s: torch.randn(s.shape, dtype=torch.float64), self.specs)
         self.through, within = batches(c, self.b, mesh.data, ways)
         self.given = {"tokens": torch.randint(c.vocab, (ROWS, self.b.tokens))} | dict(tree.items({"batch": within}))
+        self.made = with_copies(c, copies)  # what graphs are made of
+        self.tables: dict[int, Table] = {}
+        if copies:
+            self.rebalance()
         self.vision = None
         if self.b.images:
             rows, values = torch.randint(self.b.images + 1, (ROWS, self.b.tokens)), torch.randn(self.b.images, c.embed)
@@ -90,6 +118,15 @@ class Run:
         self.named_states = dict(
             zip(self.state_names, zip(tree.leaves(self.specs), tree.leaves(self.states), strict=True), strict=True)
         )
+
+    def rebalance(self) -> None:
+        """New tables for other loads; weights are taken as the tables say."""
+        for i, layer in enumerate(self.made.layers):
+            if isinstance(layer.ffn, MoeConfig):
+                loads = torch.rand(layer.ffn.experts).pow(4).tolist()
+                ranks, before = self.rules.ways("experts"), self.tables.get(i)
+                self.tables[i] = balance(loads, layer.ffn.slots, ranks, before).table
+                self.given[decoder.table_name(i)] = torch.tensor(self.tables[i].packed, dtype=torch.int32)
 
     @property
     def state_names(self) -> list[str]:
@@ -113,7 +150,10 @@ class Run:
 
     def inputs(self, graph: Graph, crossed: dict[str, list[Tensor]]) -> list[dict[str, Tensor]]:
         """Inputs of every rank: weights cut and made by their recipes, what came from another stage, the rest cut."""
-        params, specs = dict(tree.items(self.params)), dict(tree.items(decoder.model_specs(self.c)))
+        params, specs = dict(tree.items(self.params)), dict(tree.items(decoder.model_specs(self.made)))
+        for i, table in self.tables.items():
+            for name in ("gate_up", "down"):
+                params[f"layers.{i}.moe.{name}"] = params[f"layers.{i}.moe.{name}"][list(table.slots)]
         axes = dict(tree.items(phases.step_axes(self.c, self.b)))
         ranks: list[dict[str, Tensor]] = [{} for _ in range(self.mesh.world)]
         for op in graph.model.graph[0].op:
@@ -127,7 +167,8 @@ class Run:
                 parts = [causal_mask(2048)] * self.mesh.world
             elif op.name in graph.weights:
                 path, steps = graph.weights[op.name]
-                cut = scatter(self.mesh, params[path], self.dims(specs[path]))
+                placed = place(path, specs[path], self.rules, self.c.dtype)
+                cut = [shard(params[path], placed, rank) for rank in range(self.mesh.world)]
                 parts = [recipe.apply(steps, x).reshape(shape_of(op.output_desc[0])) for x in cut]
             else:
                 text = axes.get(op.name) or phases.value_axes(op.name)
@@ -138,11 +179,17 @@ class Run:
 
     def step(self, graph: Graph, crossed: dict[str, list[Tensor]]) -> list[Any]:
         """What every rank of a stage gives."""
-        executor, inputs = Executor(graph.model), self.inputs(graph, crossed)
+        inputs = self.inputs(graph, crossed)
+        executors = [Executor(graph.model)] * self.mesh.world
+        if placed_groups(graph.model):
+            place = lambda name, rank: self.mesh.index(rank, collectives.group_axes(name))  # noqa: E731
+            bound = [bind_rank(graph.model, lambda n, r=r: place(n, r)) for r in range(self.mesh.world)]
+            executors = [Executor(model) for model in bound]
         shapes = {op.name: shape_of(op.output_desc[0]) for op in graph.model.graph[0].op if op.type == "RefData"}
         cut = {n: scatter(self.mesh, self.named_states[n][1], self.dims(self.named_states[n][0])) for n in shapes}
         states = [{n: parts[r].reshape(shapes[n]) for n, parts in cut.items()} for r in range(self.mesh.world)]
-        runs = [executor.steps(given, state, "exact") for given, state in zip(inputs, states, strict=True)]
+        all_ranks = zip(executors, inputs, states, strict=True)
+        runs = [executor.steps(given, state, "exact") for executor, given, state in all_ranks]
         return run_together(runs, groups_of(self.mesh))
 
     def check_states(self, ran: list[Any], want: dict[str, Tensor]) -> set[str]:
@@ -167,6 +214,143 @@ def test_a_model_on_a_mesh_computes_what_it_does_without(host, name, mesh, phase
     got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
     assert difference(got, logits) <= ROUNDING
     assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_model_with_a_padded_vocabulary_and_padded_experts_computes_what_it_does_without(host, name, phase):
+    c, mesh = in_threes(name, vocab=512, experts=16), Mesh.parse("tp=3")
+    run = Run(c, mesh, phase, padded(c, preset(c, mesh, phase)))
+    graph = build_graph(Request(config=c, target=A3), run.b, host, rules=run.rules)
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert got.shape == (ROWS, 513) and got[:, 512:].isneginf().all()
+    assert difference(got[:, :512], logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
+def test_a_model_with_copies_of_experts_computes_what_it_does_without(host, name, mesh, phase):
+    run = Run(model(name), Mesh.parse(mesh), phase, copies=4)
+    graph = build_graph(Request(config=run.made, target=A3), run.b, host, rules=run.rules)
+    assert len(set(run.tables.values())) > 1
+    logits, states = run.want()
+    for _ in range(2):  # the same graph after a rebalance
+        before = dict(run.tables)
+        ran = run.step(graph, {})
+        got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+        assert difference(got, logits) <= ROUNDING
+        assert run.check_states(ran, states) == set(run.named_states)
+        run.rebalance()
+        assert run.tables != before
+
+
+def wide(name: str) -> ModelConfig:
+    """A preset's fixture with latent experts as wide as CANN's pair wants them."""
+    c = model(name)
+
+    def layer(x: LayerConfig) -> LayerConfig:
+        return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, latent=1024)) if "moe" in x.kinds else x
+
+    return dataclasses.replace(c, layers=tuple(map(layer, c.layers)))
+
+
+def run_exchange(host: Any, c: ModelConfig, mesh: str, phase: str, target: Any, copies: int = 0) -> Graph:
+    """A graph whose rows are sent to their experts, after all of its ranks have computed what the model does."""
+    m = Mesh.parse(mesh)
+    run = Run(c, m, phase, preset(c, m, phase, exchange=True), copies)
+    graph = build_graph(Request(config=run.made, target=target), run.b, host, rules=run.rules)
+    logits, states = run.want()
+    ran = run.step(graph, {})
+    got = gather(m, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+    assert difference(got, logits) <= ROUNDING
+    assert run.check_states(ran, states) == set(run.named_states)
+    return graph
+
+
+def collectives_of(graph: Graph, part: str) -> list[str]:
+    """Types of the collectives of a kind of part, where it is first."""
+    ops = [op for op in graph.model.graph[0].op if f".{part}/" in op.name and op.type.startswith(COLLECTIVE)]
+    first = ops[0].name.partition("/")[0]
+    return [op.type for op in ops if op.name.startswith(f"{first}/")]
+
+
+@pytest.mark.parametrize("phase, copies", [("prefill", 4), ("decode", 0), ("decode", 4)])
+@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+def test_rows_sent_to_their_experts_by_canns_pair_come_back_right(host, mesh, phase, copies):
+    graph = run_exchange(host, wide("kimi-k3.1-pro"), mesh, phase, A3, copies)
+    pair = ["MoeDistributeDispatchV2", "MoeDistributeCombineV2"]
+    assert collectives_of(graph, "moe") == [*pair, "HcomReduceScatter", "HcomAllGather"]
+    assert placed_groups(graph.model) == {
+        "experts:tensor" if mesh in ("tp=4", "dp=2,tp=2,ep=2") else "experts:data,tensor"
+    }
+    (reason,) = [c.reason for c in graph.choices["moe"] if c.operator == pair[0]]
+    assert "HCCL_BUFFSIZE" in reason
+
+
+def test_a_chunk_is_on_its_way_while_the_one_before_is_computed(host):
+    """By the edges of the graph: no sending of a chunk needs the products of another, or they it."""
+    graph = run_exchange(host, in_chunks(wide("kimi-k3.1-pro"), 3), "tp=4", "prefill", A3)
+    found = overlaps(graph.model)
+    sends = [name for name in found if ".moe/" in name and "Dispatch" in name]
+    layers = {name.partition("/")[0] for name in sends}
+    assert len(sends) == 3 * len(layers)
+    products = [op.name for op in graph.model.graph[0].op if op.type == "GroupedMatmul"]
+    for layer in layers:
+        first, second, third = (name for name in sends if name.startswith(f"{layer}/"))
+        own = [name for name in products if name.startswith(f"{layer}/")]
+        assert len(own) == 6  # two a chunk
+        assert found[first] == []
+        assert found[second] == own[:2]
+        assert found[third] == own[2:4]
+        back = [n for n in found if n.startswith(f"{layer}/") and "Combine" in n]
+        assert [len(found[n]) for n in back] == [2, 2, 0]  # and so is what comes back
+    whole = run_exchange(host, wide("kimi-k3.1-pro"), "tp=4", "prefill", A3)
+    assert not any(beside for name, beside in overlaps(whole.model).items() if ".moe/" in name)
+
+
+@pytest.mark.parametrize(
+    "name, on, why",
+    [
+        ("kimi-k3.1-pro", A3, "channels, it takes 1,024 to 8,192"),
+        ("kimi-linear-48b", target("a2"), "does not have it|do not have it for a2"),
+        ("glm-5.2", target("950pr"), "do not have it for 950pr"),
+    ],
+)
+def test_where_the_pair_cannot_every_rank_reads_all_rows_and_that_is_said(host, name, on, why):
+    graph = run_exchange(host, model(name), "tp=4", "decode", on)
+    assert not placed_groups(graph.model)
+    (reason,) = [c.reason for c in graph.choices["moe"] if c.kind == "rows to experts of other ranks"]
+    assert re.search(why, reason)
+    found = collectives_of(graph, "moe")
+    assert found == ["HcomAllGather"] * 3 + ["HcomReduceScatter"] * 2 + ["HcomAllGather"]
+
+
+def test_a_graph_of_another_rank_is_noticed(host):
+    c, m = wide("kimi-k3.1-pro"), Mesh.parse("tp=4")
+    run = Run(c, m, "decode", preset(c, m, "decode", exchange=True))
+    graph = build_graph(Request(config=c, target=A3), run.b, host, rules=run.rules)
+    inputs, executor = run.inputs(graph, {}), Executor(graph.model)
+    shapes = {op.name: shape_of(op.output_desc[0]) for op in graph.model.graph[0].op if op.type == "RefData"}
+    states = {n: torch.zeros(shape).double() for n, shape in shapes.items()}
+    with pytest.raises(BundleError, match="ep_rank_id is 0 on rank 1 of its group"):
+        run_together([executor.steps(given, states, "exact") for given in inputs], groups_of(m))
+
+
+@pytest.mark.parametrize("mesh", ["pp=2,tp=2"])
+def test_a_stage_takes_the_tables_of_its_own_layers(host, mesh):
+    whole = Mesh.parse(mesh)
+    run = Run(model("kimi-k3"), whole.stage, "decode", copies=2)
+    stages = model_stages(run.made, 2, rows=ROWS)
+    graphs = build_stages(Request(config=run.made, target=A3), run.b, host, run.rules, stages)
+    assert all(not name.endswith(".table") for s in stages if s.edge for name in s.edge.values)
+    found = [{op.name for op in g.graph.model.graph[0].op if op.name.endswith(".moe.table")} for g in graphs]
+    for names, stage in zip(found, stages, strict=True):
+        assert names == {decoder.table_name(i) for i in run.tables if i in stage.layers}
+    assert all(found)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

@@ -138,6 +138,12 @@ DIFFERENCES = {
     },
     "RecurrentGatedDeltaRule": {"state": "the OpDef lists a float32 state; the helper's symbol knows BF16 only"},
     "MoeInitRoutingV3": {"x": NEWER, "expanded_x": NEWER},
+    "MoeDistributeDispatchV2": {
+        **dict.fromkeys(("x", "expand_x", "scales"), "8-bit and 4-bit floats of the 950 family"),
+        "expand_idx": "the helper has the first form's name for its third output, which is longer here",
+        "assist_info_for_combine": "as above",
+        "y_dtype": NEWER,
+    },
     "GroupedMatmul": dict.fromkeys(
         ("x", "weight", "scale", "antiquant_scale", "per_token_scale"), "8-bit and 4-bit floats of the 950 family"
     ),

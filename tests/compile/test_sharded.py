@@ -11,14 +11,14 @@ from torch import Tensor
 from kimi_graph import tree
 from kimi_graph.compile import phases
 from kimi_graph.compile.phases import Bucket
-from kimi_graph.compile.sharded import ShardedCapture, check
+from kimi_graph.compile.sharded import ShardedCapture, capture_on, check, run
 from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, ModelConfig, MoeConfig
 from kimi_graph.errors import ShardingError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, step_batch, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.models.decoder import Use
-from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.parallel import Mesh, Rules, legality
 from kimi_graph.parallel.presets import preset
 from kimi_graph.spec import ParamSpec
 from tests.compile.family import small_model
@@ -160,19 +160,21 @@ def test_parts_of_a_model_on_a_mesh_equal_those_without(name, mesh, phase):
     assert counts(found) == expected(c, b, m)
 
 
-def in_threes(name: str) -> ModelConfig:
+def in_threes(name: str, vocab: int = 513, experts: int = 15) -> ModelConfig:
     """A preset's fixture with three heads, and sizes that three ranks can share out."""
     c = model(name)
 
     def sizes(layer: LayerConfig) -> LayerConfig:
-        ffn = {"ffn": 192} if isinstance(layer.ffn, DenseConfig) else {"experts": 15, "groups": 1, "kept_groups": 1}
+        ffn = (
+            {"ffn": 192} if isinstance(layer.ffn, DenseConfig) else {"experts": experts, "groups": 1, "kept_groups": 1}
+        )
         ffn |= {"shared_ffn": 96} if isinstance(layer.ffn, MoeConfig) else {}
         mixer = dataclasses.replace(layer.mixer, heads=3)
         if isinstance(mixer, KdaConfig):
             mixer = dataclasses.replace(mixer, stored_rates=(3,))
         return dataclasses.replace(layer, mixer=mixer, ffn=dataclasses.replace(layer.ffn, **ffn))
 
-    return dataclasses.replace(c, layers=tuple(map(sizes, c.layers)), vocab=513)
+    return dataclasses.replace(c, layers=tuple(map(sizes, c.layers)), vocab=vocab)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -182,6 +184,44 @@ def test_three_ranks_are_as_good_as_two(name, mesh, phase):
     c, m = in_threes(name), Mesh.parse(mesh)
     b = bucket(c, phase, m.data)
     assert counts(parts(c, b, preset(c, m, phase))) == expected(c, b, m)
+
+
+def padded(c: ModelConfig, rules: Rules) -> Rules:
+    """Rules with physical sizes in place of those that do not divide."""
+    return rules.padded(legality.pad(legality.sizes_of(decoder.model_specs(c)), rules))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("mesh", ["tp=3", "dp=2,tp=3,ep=3"])
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "deepseek-v3.2"])
+def test_a_vocabulary_and_experts_that_do_not_divide_are_padded_and_exact(name, mesh, phase):
+    c, m = in_threes(name, vocab=512, experts=16), Mesh.parse(mesh)
+    rules = padded(c, preset(c, m, phase))
+    assert rules.padding == {("vocab", 512): 513, ("experts", 16): 18}
+    b = bucket(c, phase, m.data)
+    found = parts(c, b, rules)
+    assert counts(found) == expected(c, b, m)  # nothing more crosses devices
+    assert found["moe"].ins["p.moe.gate_up"].shape[0] == 18
+    assert found["moe"].ins["p.moe.router"].shape[0] == 16  # so that none of the others is ever chosen
+
+
+def test_logits_of_words_that_are_padding_are_minus_infinity():
+    c, m = in_threes("kimi-linear-48b", vocab=512), Mesh.parse("tp=3")
+    b = bucket(c, "decode", 1)
+    head = next(use for use in phases.uses(c, b) if use.part == "head")
+    f, args = phases._piece_at(c, b)(head)
+    values, _ = values_of(c, b, head, args, 1)
+    found = capture_on(padded(c, preset(c, m, "decode")), f, args, *phases._piece_axes(c, b)(head))
+    logits = run(found, values)["out.0"]
+    assert logits.shape == (ROWS, 513)
+    assert logits[:, 512].tolist() == [float("-inf")] * ROWS
+    assert logits[:, :512].isfinite().all()
+
+
+def test_what_does_not_divide_is_refused_without_padding():
+    c, m = in_threes("kimi-linear-48b", vocab=512), Mesh.parse("tp=3")
+    with pytest.raises(ShardingError, match=r"p\.embed: axis 'vocab' has size 512, not divisible by tensor = 3"):
+        parts(c, bucket(c, "decode", 1), preset(c, m, "decode"))
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", "tp=4"])

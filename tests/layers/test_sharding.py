@@ -336,11 +336,17 @@ def test_slots_that_do_not_go_with_their_rows_are_refused():
         kda_chunk(rules_of(2, 2), "_", slots="_")
 
 
-def test_rows_split_over_the_axes_of_experts_are_refused():
+def test_rows_split_over_some_of_the_axes_of_experts_are_refused():
     with pytest.raises(
         ShardingError, match=r"layers/moe.py:\d+: summand.* varies by 'token', on the same mesh axis as"
     ):
-        run_moe(rules_of(2, 2, token=("data", "tensor")))
+        run_moe(rules_of(2, 2, experts=("data", "tensor")))
+
+
+def test_rows_sent_to_experts_whose_width_is_split_are_refused():
+    rules = rules_of(2, 2, token=("data", "tensor"), expert_ffn="data")
+    with pytest.raises(ShardingError, match=r"layers/moe.py:\d+: expert_combine.* also varies by 'expert_ffn'"):
+        run_moe(rules)
 
 
 def test_a_body_that_forgets_its_summand_is_noticed(monkeypatch):

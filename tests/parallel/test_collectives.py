@@ -59,7 +59,8 @@ def test_a_collective_means_what_its_name_says_to_each_group(name):
 
 
 def test_every_collective_is_tried():
-    assert {name.split()[0] for name in CALLS} == set(OPS)
+    pair = {"expert_dispatch", "expert_combine"}  # of several tensors: tests of parallel.experts
+    assert {name.split()[0] for name in CALLS} == set(OPS) - pair
 
 
 def test_a_group_along_two_axes_has_the_first_outermost():

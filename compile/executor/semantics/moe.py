@@ -9,6 +9,7 @@ from torch import Tensor
 from kimi_graph.compile.executor.node import Op
 from kimi_graph.compile.executor.registry import ge_op
 from kimi_graph.ops import at_least_f32
+from kimi_graph.parallel import experts
 
 MAX_EXPERTS = 2048
 MAX_GROUPS = 1024
@@ -262,3 +263,102 @@ def moe_finalize_routing_v2(
     for skip in (x1, x2):
         y = y if skip is None else y + at_least_f32(skip)
     return y.to(expanded_x.dtype)
+
+
+# ---- rows to experts of other ranks ----------------------------------------------------------------------------------
+
+_PAIR = (
+    "documents of both in ops-transformer: AllToAllV of rows to the ranks of their experts and back, then the "
+    "sum of scales * rows, here in float32 and rounded once; rows after those that came are not written (NaN here). "
+    "The order of rows of an expert, and what one hands to the other, are not documented"
+)
+
+
+def _of_the_pair(op: Op, chosen: Tensor, weights: Tensor | None = None) -> tuple[int, int]:
+    """Ranks, and experts of each."""
+    op.need("group_ep", str)
+    ways, total = op.need("ep_world_size", int), op.need("moe_expert_num", int)
+    op.need("ep_rank_id", int)
+    op.expect(group_tp="", tp_world_size=(0, 1), tp_rank_id=0, expert_shard_type=0)
+    op.expect(shared_expert_num=(1, 0), shared_expert_rank_num=0, global_bs=0, comm_alg="")
+    op.expect(zero_expert_num=0, copy_expert_num=0, const_expert_num=0)
+    op.require(total % ways == 0, f"{total} experts on {ways} ranks")
+    op.of_dtype(torch.int32, expert_ids=chosen)
+    op.require(chosen.ndim == 2, f"expert_ids [N, K] expected, found {list(chosen.shape)}")
+    return ways, total // ways
+
+
+def _dispatch_together(op: Op, parts: list[dict[str, Tensor]]) -> list[tuple[Tensor, ...]]:
+    ways, own = _of_the_pair(op, parts[0]["expert_ids"])
+    op.require(ways == len(parts), f"ep_world_size {ways} in a group of {len(parts)}")
+    for part in parts:
+        ids = part["expert_ids"]
+        op.require(bool(((ids >= 0) & (ids < ways * own)).all()), f"an expert outside 0..{ways * own - 1}")
+        op.require(all(len(set(row)) == len(row) for row in ids.tolist()), "an expert twice in a row")
+    made = experts.dispatch_together([(p["x"], p["expert_ids"]) for p in parts], ways, own)
+    f32 = torch.float64 if op.exact else torch.float32
+    return [
+        (rows, rows.new_zeros(len(rows), dtype=f32), notes, sizes, counts, counts[:0], rows.new_zeros(0, dtype=f32))
+        for rows, sizes, notes, counts in made
+    ]
+
+
+@ge_op(
+    "MoeDistributeDispatchV2",
+    provenance="documented formula",
+    source=_PAIR,
+    outputs="expand_x dynamic_scales assist_info_for_combine expert_token_nums ep_recv_count tp_recv_count "
+    "expand_scales",
+    prototype="x expert_ids scales? x_active_mask? expert_scales? elastic_info? performance_info?",
+    together=_dispatch_together,
+    group="group_ep",
+    own="ep_rank_id",
+)
+def moe_distribute_dispatch_v2(op: Op, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, ...]:
+    ways, own = _of_the_pair(op, expert_ids)
+    op.expect(quant_mode=0, expert_token_nums_type=1, y_dtype=28)
+    op.require(x.ndim == 2 and len(x) == len(expert_ids), f"x {list(x.shape)} for expert_ids {list(expert_ids.shape)}")
+    rows, sizes, notes, counts = experts.dispatch_fake(x, "", expert_ids, ways, own)
+    f32 = torch.float64 if op.exact else torch.float32
+    return rows, x.new_empty(len(rows), dtype=f32), notes, sizes, counts, counts[:0], x.new_empty(0, dtype=f32)
+
+
+def _combine_together(op: Op, parts: list[dict[str, Tensor]]) -> list[Tensor]:
+    ways, own = _of_the_pair(op, parts[0]["expert_ids"])
+    op.require(ways == len(parts), f"ep_world_size {ways} in a group of {len(parts)}")
+    names = ("expand_x", "expert_ids", "expert_scales", "assist_info_for_combine", "ep_send_counts")
+    return experts.combine_together([tuple(p[name] for name in names) for p in parts], ways, own)
+
+
+@ge_op(
+    "MoeDistributeCombineV2",
+    provenance="documented formula",
+    source=_PAIR,
+    outputs="x",
+    prototype="expand_x expert_ids assist_info_for_combine ep_send_counts expert_scales tp_send_counts? x_active_mask? "
+    "activation_scale? weight_scale? group_list? expand_scales? shared_expert_x? elastic_info? ori_x? "
+    "const_expert_alpha_1? const_expert_alpha_2? const_expert_v? performance_info?",
+    together=_combine_together,
+    group="group_ep",
+    own="ep_rank_id",
+)
+def moe_distribute_combine_v2(
+    op: Op,
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    assist_info_for_combine: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+) -> Tensor:
+    ways, own = _of_the_pair(op, expert_ids)
+    op.expect(out_dtype=0, comm_quant_mode=0, group_list_type=0)
+    most = experts.capacity(len(expert_ids), expert_ids.shape[1], ways, own)
+    op.require(expand_x.ndim == 2 and len(expand_x) == most, f"{most} rows expected, found {list(expand_x.shape)}")
+    op.of_dtype(torch.int32, assist_info_for_combine=assist_info_for_combine, ep_send_counts=ep_send_counts)
+    op.of_dtype(torch.float32, expert_scales=expert_scales)
+    op.require(expert_scales.shape == expert_ids.shape, f"expert_scales {list(expert_scales.shape)}")
+    op.require(
+        assist_info_for_combine.shape == (most * experts.NOTES,) and ep_send_counts.shape == (ways * own,),
+        f"what dispatch handed on is {list(assist_info_for_combine.shape)} and {list(ep_send_counts.shape)}",
+    )
+    return expand_x.new_empty(len(expert_ids), expand_x.shape[1])

@@ -408,8 +408,9 @@ OTHERS = {  # tested by what they do together, in files of their own
     "Assign", "BatchMatMulV3", "Bitcast", "CausalConv1d", "Const", "Constant", "DynamicBlockQuant", "DynamicMxQuant",
     "DynamicQuant", "FusedInferAttentionScore", "GatedRmsNorm", "GroupedMatmul", "HcomAllGather", "HcomAllReduce",
     "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer", "MatMulV3",
-    "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3", "QuantLightningIndexer", "RecurrentGatedDeltaRule",
-    "ScatterNdUpdate", "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
+    "MoeDistributeCombineV2", "MoeDistributeDispatchV2", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
+    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "ScatterNdUpdate",
+    "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
 }  # fmt: skip
 
 
