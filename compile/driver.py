@@ -132,7 +132,8 @@ class Request:
             ways = [rules.mesh.size(rules.on(axis)) for axis in spec.axes]
             if any(n > 1 for n in ways[1:]):
                 raise CompileError(f"{parameter}: an expert kept as {self.form} is not split; split experts alone.")
-            spec = replace(spec, shape=(rules.physical("experts", spec.shape[0]) // ways[0], *spec.shape[1:]))
+            own, each = rules.physical("experts", spec.shape[0]) // ways[0], len(spec.source) // spec.shape[0]
+            spec = replace(spec, shape=(own, *spec.shape[1:]), source=spec.source[: own * each])
         return expert_weights(self.form, spec)
 
     def weights_of(self, use: Use, rules: Rules | None = None) -> Weights:

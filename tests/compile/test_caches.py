@@ -522,7 +522,7 @@ def shares(family_bundle, exact: list[list[int]], own: list[list[int]], counts: 
         {name: torch.tensor(exact)[None, :, None]}, replaying=True, own={name: torch.tensor(own)[None, :, None]}
     )
     overlaps = Overlaps()
-    overlaps.add(step, graph, given)
+    overlaps.add(step, [(name, own[:, :, 0], given.chosen[name][:, :, 0]) for name, own in given.own.items()])
     return overlaps.rows()
 
 
