@@ -22,10 +22,21 @@ from typing import Any
 from kimi_graph.errors import BundleError
 from kimi_graph.files import new_folder
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL})
+
+
+@contextmanager
+def as_written(folder: Path) -> Iterator[None]:
+    """What is read inside is what compile wrote, or BundleError: a file that someone changed may hold anything."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        files = "manifest, weight plan or sources"
+        raise BundleError(f"{folder}: its {files} are not as compile writes them ({what}).") from error
 
 
 @dataclass(frozen=True)
@@ -114,17 +125,19 @@ def open_bundle(folder: str | Path) -> Bundle:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
-    manifest.setdefault("mesh", None)  # of bundles that were made before there were meshes
-    if missing := sorted({"model", "target", "weights", "state", "graphs", "unproved", "made_by"} - set(manifest)):
+    if missing := sorted(
+        {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh"} - set(manifest)
+    ):
         raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise BundleError(f"{weights}: missing; the bundle is incomplete.")
-    check_hash(weights.read_bytes(), manifest["weights"]["sha256"], weights)
-    for entry in manifest["graphs"]:
-        file = Path(entry["file"])
-        if file.is_absolute() or ".." in file.parts:
-            raise BundleError(f"{folder / MANIFEST}: graph file {entry['file']!r} leaves the bundle.")
+    with as_written(folder):
+        check_hash(weights.read_bytes(), manifest["weights"]["sha256"], weights)
+        for entry in manifest["graphs"]:
+            file = Path(entry["file"])
+            if file.is_absolute() or ".." in file.parts:
+                raise BundleError(f"{folder / MANIFEST}: graph file {entry['file']!r} leaves the bundle.")
     return Bundle(folder, manifest, read_json(weights))
 
 

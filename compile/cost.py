@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import air
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle, as_written, open_bundle
 from .ge_proto import Dtype
 from .manifest import is_weight
 from .view import Desc, Edge, Node, View, view
@@ -403,8 +403,11 @@ def inspect_cost(folder: Path, phase: str | None = None) -> Costs:
         BundleError: not a bundle, damaged, or without a graph of that phase.
     """
     bundle = open_bundle(folder)
-    entries = bundle.manifest["graphs"] if phase is None else [bundle.graph(phase)]
-    return Costs(bundle, [bundle_cost(bundle, entry) for entry in entries], listed=phase is not None)
+    with as_written(folder):
+        entries = bundle.manifest["graphs"] if phase is None else [bundle.graph(phase)]
+        found = Costs(bundle, [bundle_cost(bundle, entry) for entry in entries], listed=phase is not None)
+        found.text()
+    return found
 
 
 def bundle_cost(bundle: Bundle, entry: Mapping[str, Any]) -> GraphCost:

@@ -29,7 +29,7 @@ from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .lower import Choice, Weights
-from .manifest import graph_entry, memory_entry, state_contract, weight_plan
+from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
 from .meshes import check_mesh, default_chunk, rules_on, stages_on
 from .order import order_collectives
@@ -203,6 +203,9 @@ class Request:
 
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
         """A pool must hold one sequence of the longest length, a page for each row, and the tokens of one step."""
+        for name, value in (("--batch", self.rows), ("--pages", pages), ("tokens of the cache", pages * self.page)):
+            if value >= 2**31:
+                raise CompileError(f"{name}: {value:,}; CANN numbers them in 32 bits, at most {2**31 - 1:,}.")
         shards = 1 if self.mesh is None else self.mesh.data
         rows = self.rows // shards
         tokens = rows * (self.chunk if "prefill" in self.phases else 1)
@@ -418,7 +421,10 @@ class Compiled:
     def text(self) -> str:
         m, s = self.manifest, self.manifest["state"]
         steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.clock.seconds.items())
-        shapes = [f"{g['name']}: {g['rows']} x {g['tokens']} tokens, {g['bytes'] / 1e6:.1f} MB" for g in m["graphs"]]
+        sizes = {True: "{tokens} patches", False: "{rows} x {tokens} tokens"}
+        shapes = [
+            f"{g['name']}: {sizes[g['phase'] == 'vision'].format(**g)}, {g['bytes'] / 1e6:.1f} MB" for g in m["graphs"]
+        ]
         return "\n".join(
             [
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
@@ -590,7 +596,7 @@ def make_manifest(
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
-        "target": _target_entry(request.target),
+        "target": target_entry(request.target),
         "weights": {
             "file": bundle.WEIGHTS,
             "sha256": hashlib.sha256(files[bundle.WEIGHTS]).hexdigest(),
@@ -628,10 +634,6 @@ def unproved(graphs: list[Graph]) -> list[str]:
     tiled = any(is_tiled(op.output_desc[0]) for g in graphs for op in g.model.graph[0].op if op.type == "Data")
     rows = "KvQuantSparseFlashAttention" in types
     return [*UNPROVED, *ours, *([TILED] if tiled else []), *([QUANTISED_ROWS] if rows else [])]
-
-
-def _target_entry(t: Target) -> dict[str, Any]:
-    return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
 
 
 TILED = "Packed experts lie in tiles (FRACTAL_NZ) as documents say; no device has read them so."

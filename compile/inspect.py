@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import air
-from .bundle import SOURCES, Bundle, caches_text, open_bundle, read_json
+from .bundle import SOURCES, Bundle, as_written, caches_text, open_bundle, read_json
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .mesh_manifest import collective_lines, mesh_lines
 from .origins import Origins, source_of
@@ -73,7 +73,8 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
 
 def _graph_lines(g: dict[str, Any]) -> list[str]:
     nodes = sum(g["ops"].values())
-    head = f"{g['name']}: {g['rows']} rows x {g['tokens']} tokens, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
+    size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{g['rows']} rows x {g['tokens']} tokens"
+    head = f"{g['name']}: {size}, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
     inputs = ", ".join(f"{i['name']} {_shape(i)}" for i in g["inputs"])
     outputs = ", ".join(f"{o['name']} {_shape(o)}" for o in g["outputs"])
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))
@@ -187,16 +188,22 @@ def _desc(desc: Any) -> str:
 def inspect_bundle(folder: Path) -> Contents:
     """What a bundle holds. Raises BundleError where it is not one, or a graph's file is not what the manifest says."""
     bundle = open_bundle(folder)
-    for entry in bundle.manifest["graphs"]:
-        bundle.graph_bytes(entry)
-    return Contents(bundle)
+    with as_written(folder):
+        for entry in bundle.manifest["graphs"]:
+            bundle.graph_bytes(entry)
+        found = Contents(bundle)
+        str((found.text(), found.summary))  # whatever they need is there
+    return found
 
 
 def inspect_graph(folder: Path, phase: str) -> Nodes:
     """The nodes of a phase's graph. Raises BundleError where the bundle has no such graph."""
     bundle = open_bundle(folder)
-    entry = bundle.graph(phase)
-    model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
     sources = bundle.folder / SOURCES
-    found = read_json(sources) if sources.is_file() else {}
-    return Nodes(entry["name"], model.graph[0], found.get(entry["name"], {}))
+    with as_written(folder):
+        entry = bundle.graph(phase)
+        model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
+        found = read_json(sources) if sources.is_file() else {}
+        nodes = Nodes(entry["name"], model.graph[0], found.get(entry["name"], {}))
+        nodes.text()
+    return nodes

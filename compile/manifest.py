@@ -13,7 +13,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.config import ModelConfig
-from kimi_graph.errors import BundleError, ShardingError
+from kimi_graph.errors import BundleError, CompileError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.placement import place
@@ -25,6 +25,7 @@ from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_
 from .meshes import rules_on
 from .phases import Bucket, graph_inputs
 from .recipe import Step
+from .targets import Target, target
 
 GENERATED = {"causal_mask": ("causal_mask", 2048)}  # inputs no checkpoint holds: kind and size
 
@@ -73,6 +74,22 @@ def graph_entry(b: Bucket, model: ModelDef, file: str, data: bytes) -> dict[str,
 
 def _described(desc: TensorDescriptor, name: str) -> dict[str, Any]:
     return {"name": name, "shape": list(shape_of(desc)), "dtype": _dtype(dtype_of(desc))}
+
+
+def target_entry(t: Target) -> dict[str, Any]:
+    """What graphs are for."""
+    return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
+
+
+def _check_target(where: Any, manifest: Mapping[str, Any]) -> Target:
+    """The target is one there is, with all that is said of it."""
+    entry = manifest["target"]
+    try:
+        found = target(entry["name"], cann=entry["cann"])
+    except CompileError as error:
+        raise BundleError(f"{where}: target: {error}") from error
+    _compare(where, "target", entry, target_entry(found))
+    return found
 
 
 def _dtype(dtype: torch.dtype) -> str:
@@ -212,6 +229,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         BundleError: the first thing that is not so, with the file and the key.
     """
     manifest, where = bundle.manifest, bundle.folder / MANIFEST
+    profile = _check_target(where, manifest)
     buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
     mesh = mesh_of(manifest, where)
     kv_dtype = manifest["state"].get("kv_dtype")
@@ -226,7 +244,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         if s["name"] in kept and _dtype(dtype_of(kept[s["name"]])) != s["dtype"]:
             found = _dtype(dtype_of(kept[s["name"]]))
             raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
-        if math.prod(s["shape" if mesh is None else "local"]) != math.prod(s["graph_shape"]):
+        if s["name"] in kept and math.prod(s["shape" if mesh is None else "local"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
         made = described(config, mesh, b, models[entry["name"]], entry, where)
@@ -234,16 +252,16 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         _compare(where, f"graphs.{index}", entry, made)
         nobody = 1 if mesh is None else mesh.data
         _compare(where, f"graphs.{index}.rows", b.rows, b.slots - nobody)  # one for each row, and nobody's
+        if config.vision is None:
+            _compare(where, f"graphs.{index}.images", entry["images"], 0)
         _check_inputs(config, b, where, entry, mesh)
         _check_numbers(models[entry["name"]], where, entry)
     if mesh is not None:
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(config, mesh, pairs))
     _check_plan(bundle, config, models.values(), mesh)
-    memory = manifest.get("memory")
-    die = memory.get("die") if isinstance(memory, dict) else None
-    held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], die)
-    _compare(where, "memory", memory, held)
+    held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
+    _compare(where, "memory", manifest.get("memory"), held)
 
 
 def mesh_of(manifest: Mapping[str, Any], where: Any) -> Mesh | None:

@@ -30,7 +30,7 @@ from kimi_graph.read_config import parse_config
 from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
-from .bundle import LOCAL, Bundle, open_bundle, read_json
+from .bundle import LOCAL, Bundle, as_written, open_bundle, read_json
 from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
@@ -273,6 +273,8 @@ def script(bundle: Bundle, config: ModelConfig, steps: int, seed: int) -> Iterat
     generator = torch.Generator().manual_seed(seed)
     if "vision" in phases:
         yield from _pictures(phases["vision"], config, generator)
+    if phases.keys() == {"vision"}:
+        return
     page = contract["page_tokens"]
     chunk = phases["prefill"]["tokens"] if "prefill" in phases else min(16, contract["tokens_per_sequence"])
     table, slots = _scattered(contract, rows, generator)
@@ -634,6 +636,18 @@ class WeightLoss:
         return [f"experts as {self.form} differ from the checkpoint's by {share:.2%}, logits by at most {worst:.2%}"]
 
 
+def _check_finite(params: Any, checkpoint: Checkpoint) -> None:
+    """Weights that are not numbers make every comparison one of nothing.
+
+    Raises:
+        VerifyError: naming a parameter that holds some.
+    """
+    for path, x in tree.items(params):
+        if not bool(torch.isfinite(x).all()):
+            bad = int((~torch.isfinite(x)).sum())
+            raise VerifyError(f"{checkpoint.folder}: parameter {path} has {bad:,} values that are NaN or infinite.")
+
+
 def compare(
     bundle: Bundle,
     config: ModelConfig,
@@ -650,6 +664,7 @@ def compare(
         ran: the graphs' side of every mode, where it is not run here (`verify_processes`).
     """
     stored = load_params(checkpoint, config, dtype=torch.float64)
+    _check_finite(stored, checkpoint)
     packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
     params = as_kept(bundle.weights, stored, packed)
     model = ModelSide(config, bundle.manifest["state"], params)
@@ -774,11 +789,12 @@ def verify_bundle(
         KimiGraphError: a damaged bundle, or weights that are not the model's.
     """
     bundle = open_bundle(folder)
-    config = bundle_config(bundle)
-    _check_steps(bundle, steps)
-    graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
-    check_claims(bundle, config, graphs)
-    bundle.check_constants()
+    with as_written(folder):
+        config = bundle_config(bundle)
+        _check_steps(bundle, steps)
+        graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
+        check_claims(bundle, config, graphs)
+        bundle.check_constants()
     weights = find_checkpoint(bundle, checkpoint)
     if not processes:
         report = compare(bundle, config, weights, modes, steps, seed, progress)

@@ -103,7 +103,7 @@ def choices(config: ModelConfig, specs: Any, stored: Mapping[str, str], socs: It
     rows = []
     for name in NAMES:
         held = form_of(name, native)
-        forms = stored if name == "native" else dict.fromkeys(experts, held)
+        forms = dict.fromkeys(experts, held)  # everything else is dequantised
         size = sum(_size(spec, config.dtype, forms.get(path, "plain")) for path, spec in specs.items())
         exact = "as stored" if name == "native" else _KEPT.get((native, name), "not exact")
         for soc in socs:

@@ -133,6 +133,50 @@ def test_rows_in_a_short_float_may_differ_by_more(family_bundle):
     assert packed**2 - plain**2 == pytest.approx(2 * moes * 2**-8)
 
 
+@pytest.mark.parametrize("name", ["kimi-k3", "kimi-k2.5"])
+def test_a_bundle_of_vision_alone_is_its_model(family_bundle, name):
+    found = verify_bundle(family_bundle(name, "a3", phases=("vision",)))
+    assert found.passed, found.text()
+    assert {r.what for r in found.rows} == {"embeddings"}
+
+
+def test_weights_that_are_not_numbers_are_named(bundle, small, tmp_path):
+    folder = Path(shutil.copytree(small, tmp_path / "nan"))
+    file = next(folder.glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-2:] = b"\xff\x7f"  # a bfloat16 that is no number
+    file.write_bytes(data)
+    with pytest.raises(VerifyError, match=r"nan: parameter [a-z.0-9_]+ has 1 values that are NaN or infinite"):
+        verify_bundle(bundle, checkpoint=folder)
+
+
+DAMAGE = {
+    "a target that is another's": (("target", "soc_version"), "Ascend310P", "target.soc_version"),
+    "no target there is": (("target", "name"), "zz", "target: target 'zz' is not known"),
+    "weights of one byte": (("memory", "weights"), 1, "memory.weights"),
+    "no place": (("graphs", 0, "file"), None, "not as compile writes them"),
+    "a number in place of weights": (("weights",), 7, "not as compile writes them"),
+    "no images": (("graphs", 0, "images"), "none", "manifest.json"),
+    "no model": (("model", "fingerprint"), None, "not as compile writes them"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_manifest_that_someone_changed_is_refused_in_one_line(copy, case):
+    path, value, message = DAMAGE[case]
+    manifest = read_json(copy / MANIFEST)
+    place = manifest
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    (copy / MANIFEST).write_bytes(dump(manifest))
+    with pytest.raises(KimiGraphError, match=re.escape(message)):
+        verify_bundle(copy)
+
+
 MORE = [
     {"batch": 1, "max_len": 64},
     {"batch": 5, "chunk": 7, "max_len": 160, "page": 32},
