@@ -48,6 +48,11 @@ A3 = target("a3")
 ROUNDING = 1e-11  # float64, a whole model
 
 
+def some(*values, on_request=()):
+    """Parameters of which the last are tried by `pytest -m heavy` alone."""
+    return [*values, *(pytest.param(value, marks=pytest.mark.heavy) for value in on_request)]
+
+
 def groups_of(mesh: Mesh) -> Any:
     """Rank lists by the name of a group."""
     return lambda name: mesh.groups(collectives.group_axes(name))
@@ -204,8 +209,18 @@ class Run:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["tp=2", "tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
-@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "glm-5.2"])
+@pytest.mark.parametrize(
+    "mesh",
+    some(
+        "tp=2",
+        "dp=2,tp=2,ep=2",
+        on_request=(
+            "tp=4",
+            "dp=2,tp=2",
+        ),
+    ),
+)
+@pytest.mark.parametrize("name", some("kimi-linear-48b", "kimi-k3.1-pro", on_request=("glm-5.2",)))
 def test_a_model_on_a_mesh_computes_what_it_does_without(host, name, mesh, phase):
     run = Run(model(name), Mesh.parse(mesh), phase)
     graph = build_graph(Request(config=run.c, target=A3), run.b, host, rules=run.rules)
@@ -231,7 +246,16 @@ def test_a_model_with_a_padded_vocabulary_and_padded_experts_computes_what_it_do
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    some(
+        "dp=2,tp=2,ep=2",
+        on_request=(
+            "tp=4",
+            "dp=2,tp=2",
+        ),
+    ),
+)
 @pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro"])
 def test_a_model_with_copies_of_experts_computes_what_it_does_without(host, name, mesh, phase):
     run = Run(model(name), Mesh.parse(mesh), phase, copies=4)
@@ -279,7 +303,16 @@ def collectives_of(graph: Graph, part: str) -> list[str]:
 
 
 @pytest.mark.parametrize("phase, copies", [("prefill", 4), ("decode", 0), ("decode", 4)])
-@pytest.mark.parametrize("mesh", ["tp=4", "dp=2,tp=2", "dp=2,tp=2,ep=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    some(
+        "dp=2,tp=2,ep=2",
+        on_request=(
+            "tp=4",
+            "dp=2,tp=2",
+        ),
+    ),
+)
 def test_rows_sent_to_their_experts_by_canns_pair_come_back_right(host, mesh, phase, copies):
     graph = run_exchange(host, wide("kimi-k3.1-pro"), mesh, phase, A3, copies)
     pair = ["MoeDistributeDispatchV2", "MoeDistributeCombineV2"]
@@ -354,8 +387,19 @@ def test_a_stage_takes_the_tables_of_its_own_layers(host, mesh):
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["pp=2,tp=2", "pp=3,dp=2,tp=2"])
-@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+@pytest.mark.parametrize("mesh", some("pp=2,tp=2", on_request=("pp=3,dp=2,tp=2",)))
+@pytest.mark.parametrize(
+    "name",
+    some(
+        "kimi-linear-48b",
+        "kimi-k3.1-pro",
+        on_request=(
+            "kimi-k3",
+            "deepseek-v3.2",
+            "glm-5.2",
+        ),
+    ),
+)
 def test_stages_one_after_another_compute_what_the_model_does(host, name, mesh, phase):
     whole = Mesh.parse(mesh)
     run = Run(model(name), whole.stage, phase)
@@ -381,8 +425,28 @@ def test_stages_one_after_another_compute_what_the_model_does(host, name, mesh, 
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("mesh", ["cp=2,tp=2", "cp=4", "cp=2,dp=2", "tp=2 split"])
-@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+@pytest.mark.parametrize(
+    "mesh",
+    some(
+        "cp=2,tp=2",
+        on_request=(
+            "cp=4",
+            "cp=2,dp=2",
+            "tp=2 split",
+        ),
+    ),
+)
+@pytest.mark.parametrize(
+    "name",
+    some(
+        "kimi-linear-48b",
+        "kimi-k3.1-pro",
+        on_request=(
+            "deepseek-v3.2",
+            "glm-5.2",
+        ),
+    ),
+)
 def test_a_model_whose_caches_are_split_computes_what_it_does_without(host, name, mesh, phase):
     text, *split = mesh.split()
     run = Run(model(name), Mesh.parse(text), phase, split_cache=bool(split))
