@@ -452,8 +452,13 @@ def shard(
         from kimi_graph.parallel.mesh import Mesh
         from kimi_graph.shard import Request, explain_parameter, meshes_of, shard_model
 
+        config = _load_config(model)
+        if redundant_experts:
+            config = with_copies(config, redundant_experts)
+        if moe_chunks != 1:
+            config = in_chunks(config, moe_chunks)
         request = Request(
-            config=in_chunks(with_copies(_load_config(model), redundant_experts), moe_chunks),
+            config=config,
             mesh=Mesh() if mesh is None else Mesh.parse(mesh),
             phase=phase,
             target=target,

@@ -96,7 +96,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["shard", "compile", "inspect", "fixture", "check", "compile", "verify"]
+    assert shown == ["shard", "compile", "inspect", "fixture", "check", "compile", "lint", "verify"]
 
 
 def test_the_version_is_the_packages():
