@@ -203,9 +203,9 @@ class Request:
 
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
         """A pool must hold one sequence of the longest length, a page for each row, and the tokens of one step."""
-        for name, value in (("--batch", self.rows), ("--pages", pages), ("tokens of the cache", pages * self.page)):
+        for name, value in (("--batch", self.rows), ("--pages", pages)):
             if value >= 2**31:
-                raise CompileError(f"{name}: {value:,}; CANN numbers them in 32 bits, at most {2**31 - 1:,}.")
+                raise CompileError(f"{name} {value:,}: slots and pages are numbered in 32 bits, at most {2**31 - 1:,}.")
         shards = 1 if self.mesh is None else self.mesh.data
         rows = self.rows // shards
         tokens = rows * (self.chunk if "prefill" in self.phases else 1)

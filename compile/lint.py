@@ -193,7 +193,7 @@ def _collectives(files: Files) -> str:
     for phase, entries in files.phases().items():
         order = {entry["name"]: _issued(files.models[entry["name"]]) for entry in entries}
         for name, ops in order.items():
-            _check_ordered(name, files.models[name])
+            check_ordered(name, files.models[name])
             count += len(ops)
         if not any(order.values()):
             continue
@@ -204,7 +204,7 @@ def _collectives(files: Files) -> str:
     return f"{count:,} in one order on every rank, the same on all ranks of a group" if count else "none"
 
 
-def _check_ordered(name: str, model: ModelDef) -> None:
+def check_ordered(name: str, model: ModelDef) -> None:
     """Edges make one order of a graph's collectives: none of two could be started first."""
     copy = ModelDef()
     copy.CopyFrom(model)

@@ -1,5 +1,6 @@
 """A mesh as `compile` takes it: rules and stages of a phase, and what cannot be, before anything is traced."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -51,7 +52,8 @@ def check_mesh(
         rules = rules_on(c, mesh, phase)
         chosen = _chosen(phase, rows=rows, chunk=chunk, pages=pages, sparse=sparse)
         for fault in faults([*sizes, *chosen], rules):
-            found.setdefault((fault.size.axis, fault.size.size, fault.size.path), fault)
+            without = dataclasses.replace(fault, padding="")  # which compile does not do
+            found.setdefault((fault.size.axis, fault.size.size, fault.size.path), without)
     if found:
         raise ShardingError(refusal(c.name, mesh, sizes, found.values(), lambda m: rules_on(c, m, "decode")))
     model_stages(c, mesh.pipe)

@@ -28,11 +28,11 @@ from . import air, recipe
 from .bundle import MANIFEST, Bundle
 from .executor import Executor, Ran, Selections
 from .executor.lockstep import Groups, Steps
-from .ge_proto import ModelDef, TensorDescriptor, bytes_of, shape_of
+from .ge_proto import ModelDef, TensorDescriptor, shape_of
 from .manifest import mesh_of
 from .mesh_manifest import as_dims, own_axes
 from .meshes import rules_on
-from .weight_formats import as_read
+from .weight_formats import bound
 
 CAUSAL = "causal_mask"
 
@@ -95,16 +95,10 @@ class Weights:
         form = recipe.form(steps)
         if form is None:
             made = recipe.apply(steps, cut(self.params[path], dims, self.mesh, rank).contiguous())
-            fits = made.numel() == torch.Size(shape_of(desc)).numel()
         else:
             parts = self._packed(path, form)
-            packed = cut(parts[steps[0].args[1]], dims[:1], self.mesh, rank)
-            made = recipe.apply(steps[1:], packed).contiguous().view(torch.uint8)
-            fits = made.numel() == bytes_of(desc)
-        if not fits:
-            found, read = list(made.shape), list(shape_of(desc))
-            raise BundleError(f"weight {name} of rank {rank}: the plan makes {found}, the graph reads {read}.")
-        return made.reshape(shape_of(desc)) if form is None else as_read(desc, made)
+            made = recipe.apply(steps[1:], cut(parts[steps[0].args[1]], dims[:1], self.mesh, rank))
+        return bound(f"weight {name} of rank {rank}", desc, made, form)
 
     @functools.cached_property
     def _read(self) -> dict[tuple[str, str], dict[str, Tensor]]:
@@ -114,11 +108,6 @@ class Weights:
         if (path, form) not in self._read:
             self._read[path, form] = load_packed(self.specs[path], self.checkpoint, form)
         return self._read[path, form]
-
-
-def rank_bytes(bundle: Bundle) -> list[dict[str, int]]:
-    """Bytes of weights and states that a rank of each stage holds."""
-    return bundle.manifest["memory"]["stages"]
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------

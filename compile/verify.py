@@ -34,11 +34,11 @@ from .bundle import LOCAL, Bundle, as_written, open_bundle, read_json
 from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
-from .ge_proto import ModelDef, bytes_of, shape_of
+from .ge_proto import ModelDef
 from .manifest import check_claims
 from .ranks import Plan
 from .verify_ranks import SELECTORS, MeshSide
-from .weight_formats import as_read
+from .weight_formats import bound
 
 E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
@@ -225,16 +225,10 @@ def graph_weights(
         entry = plan["weights"].get(op.name)
         if entry is None or entry["parameter"] not in params:
             raise BundleError(f"weight {op.name}: the weight plan or the model does not have it.")
-        steps, desc, path = recipe.from_json(entry["steps"]), op.output_desc[0], entry["parameter"]
-        if recipe.form(steps) is None:
-            made, fits = recipe.apply(steps, params[path]), math.prod(shape_of(desc))
-        else:
-            made = packed.make(steps, path) if packed else recipe.apply(steps, params[path])
-            made, fits = made.contiguous().view(torch.uint8), bytes_of(desc)
-        if made.numel() != fits:
-            found, read = list(made.shape), list(shape_of(desc))
-            raise BundleError(f"weight {op.name}: the plan makes {found}, the graph reads {read}.")
-        weights[op.name] = made.reshape(shape_of(desc)) if recipe.form(steps) is None else as_read(desc, made)
+        steps, path = recipe.from_json(entry["steps"]), entry["parameter"]
+        form = recipe.form(steps)
+        made = packed.make(steps, path) if packed and form is not None else recipe.apply(steps, params[path])
+        weights[op.name] = bound(f"weight {op.name}", op.output_desc[0], made, form)
     return weights
 
 

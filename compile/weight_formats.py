@@ -22,13 +22,13 @@ from torch import Tensor
 from kimi_graph import formats, tree
 from kimi_graph.checkpoint import Checkpoint, load_packed, load_tree
 from kimi_graph.config import ModelConfig
-from kimi_graph.errors import CompileError
+from kimi_graph.errors import BundleError, CompileError
 from kimi_graph.models import model_specs
 from kimi_graph.models.counts import part_of
 from kimi_graph.spec import ParamSpec
 
 from . import recipe
-from .ge_proto import Dtype, TensorDescriptor, is_tiled, shape_of
+from .ge_proto import Dtype, TensorDescriptor, bytes_of, is_tiled, shape_of
 from .recipe import Step
 
 NAMES = ("native", "bf16", "int8-g32", "int4")
@@ -254,6 +254,25 @@ def _check_size(spec: ParamSpec, what: str, size: int, multiple: int, form: str)
         raise CompileError(
             f"{spec.source[0]}: {size} {what}; the kernel for {form} takes multiples of {multiple}, such as {nearest}."
         )
+
+
+def bound(where: str, desc: TensorDescriptor, made: Tensor, form: str | None) -> Tensor:
+    """What a recipe made as a graph reads it in an input described by `desc`.
+
+    Args:
+        where: the weight, for errors. form: see `recipe.form`: where there is one, `made` are bytes.
+
+    Raises:
+        BundleError: it is of another size.
+    """
+    if form is None:
+        fits = made.numel() == math.prod(shape_of(desc))
+    else:
+        made = made.contiguous().view(torch.uint8)
+        fits = made.numel() == bytes_of(desc)
+    if not fits:
+        raise BundleError(f"{where}: the plan makes {list(made.shape)}, the graph reads {list(shape_of(desc))}.")
+    return made.reshape(shape_of(desc)) if form is None else as_read(desc, made)
 
 
 def as_read(desc: TensorDescriptor, raw: Tensor) -> Tensor:

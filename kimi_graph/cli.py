@@ -223,6 +223,17 @@ def _show(result: Result, *, as_json: bool, started: float, where: Path | None =
     _close(result.summary, started, where)
 
 
+def _judge(report: Any, *, as_json: bool, started: float) -> None:
+    """Show a result that may have failed: then the last line is an error, and the exit code 1."""
+    if report.passed or as_json:
+        _show(report, as_json=as_json, started=started)
+    else:
+        print(report.text())
+        _fail(report.summary)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
 def _load_config(model: str) -> Any:
     """The model's config; what it assumes because no released file says so goes to standard error."""
     from kimi_graph.read_config import load_config
@@ -264,6 +275,13 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Wheel = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
+]
+Cache = Annotated[
+    Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
+]
 
 
 @contextlib.contextmanager
@@ -343,14 +361,8 @@ def compile(  # noqa: A001 (the command's name)
             help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
         ),
     ] = "bf16",
-    torch_npu_wheel: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
-    ] = None,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept."),
-    ] = None,
+    torch_npu_wheel: Wheel = None,
+    cache_dir: Cache = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -570,26 +582,14 @@ def check(
             _fail(f"{checkpoint}: does not exist; expected a checkpoint's folder, or its index.")
         raise
     report = check_checkpoint(checkpoint, config, weights_format)
-    if report.passed or as_json:
-        _show(report, as_json=as_json, started=started)
-    else:
-        print(report.text())
-        _fail(report.summary)
-    if not report.passed:
-        raise typer.Exit(1)
+    _judge(report, as_json=as_json, started=started)
 
 
 @command
 def lint(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
-    torch_npu_wheel: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Wheel to take prototypes from. Default: fetched once, announced."),
-    ] = None,
-    cache_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept."),
-    ] = None,
+    torch_npu_wheel: Wheel = None,
+    cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
@@ -606,13 +606,7 @@ def lint(
 
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
         report = lint_bundle(bundle, host.root)
-    if report.passed or as_json:
-        _show(report, as_json=as_json, started=started)
-    else:
-        print(report.text())
-        _fail(report.summary)
-    if not report.passed:
-        raise typer.Exit(1)
+    _judge(report, as_json=as_json, started=started)
 
 
 @command
@@ -660,10 +654,4 @@ def verify(
             processes=processes,
             progress=progress,
         )
-    if report.passed or as_json:
-        _show(report, as_json=as_json, started=started)
-    else:
-        print(report.text())
-        _fail(report.summary)
-    if not report.passed:
-        raise typer.Exit(1)
+    _judge(report, as_json=as_json, started=started)

@@ -64,19 +64,21 @@ class Fault:
 
     Attributes:
         size: what it is. over: mesh axes of its rule. ways: their product. remedies: in words, the nearest first.
+        padding: what --pad would do, in words; empty where it cannot be had.
     """
 
     size: Size
     over: Axes
     ways: int
     remedies: tuple[str, ...]
+    padding: str = ""
 
     def __str__(self) -> str:
         s = self.size
         others = f" (and {s.count - 1:,} more)" if s.count > 1 else ""
         rule = f"rule {s.axis} -> {' x '.join(self.over)}"
         return f"{s.path}{others}: {s.axis}={s.size:,} does not divide over {self.ways:,} ({rule}). " + "; ".join(
-            self.remedies
+            remedy for remedy in (*self.remedies, self.padding) if remedy
         )
 
 
@@ -94,7 +96,9 @@ def faults(sizes: Iterable[Size], rules: Rules, padding: Padding | None = None) 
         over = rules.on(s.axis)
         ways = rules.mesh.size(over)
         if rules.physical(s.axis, s.size) % ways:
-            found.append(Fault(size=s, over=over, ways=ways, remedies=tuple(_remedies(s, over, ways, rules.mesh))))
+            words = _padding_words(s, ways) if s.axis in PADDED else ""
+            remedies = tuple(_remedies(s, over, ways, rules.mesh))
+            found.append(Fault(size=s, over=over, ways=ways, remedies=remedies, padding=words))
     return found
 
 
@@ -177,8 +181,6 @@ def _remedies(s: Size, over: Axes, ways: int, mesh: Mesh) -> Iterator[str]:
         yield f"Legal {flags[direction]}: {_some(legal, ways)}; nearest {near}"
         if direction == "tensor" and (inner := math.gcd(s.size, ways)) not in (1, ways):
             yield f"or the same ranks as dp={mesh.data * ways // inner},tp={inner}"
-    if s.axis in PADDED:
-        yield _padding_words(s, ways)
 
 
 def _padding_words(s: Size, ways: int) -> str:

@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["shard", "compile", "inspect", "fixture", "check", "verify"]
+COMMANDS = ["shard", "compile", "inspect", "fixture", "check", "lint", "verify"]
 
 
 class Found:
@@ -26,6 +26,7 @@ class Found:
     config = types.SimpleNamespace(layers=[None] * 5)
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
+    root = "torchair"
     summary = "2 graphs, 12 nodes"
 
     def text(self):
@@ -54,7 +55,8 @@ def run(monkeypatch):
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
-            "kimi_graph.compile.torchair_host": ["default_cache"],
+            "kimi_graph.compile.lint": ["lint_bundle"],
+            "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.read_config": ["load_config"],

@@ -7,6 +7,7 @@ from kimi_graph.compile.capture import capture
 from kimi_graph.compile.convert import convert
 from kimi_graph.compile.executor import Executor, infer_shapes
 from kimi_graph.compile.ge_proto import ModelDef, control_edges
+from kimi_graph.compile.lint import check_ordered
 from kimi_graph.compile.order import check_order, order_collectives
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import BundleError
@@ -47,6 +48,15 @@ def test_independent_collectives_get_an_edge_and_dependent_ones_none(host):
     assert list(control_edges(second)) == [f"{first.name}:-1"]
     assert order_collectives(model) == 0
     assert order_collectives(graph(host, chained)) == 0
+
+
+def test_lint_names_two_collectives_that_no_edge_orders(host):
+    model = graph(host, apart)
+    first, second = hcom(model)
+    with pytest.raises(BundleError, match=f"decode: {second.name} and {first.name} may be started in either order"):
+        check_ordered("decode", model)
+    order_collectives(model)
+    check_ordered("decode", model)
 
 
 def test_a_chain_of_edges_is_as_long_as_it_needs_to_be(host):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kimi_graph import tree
-from kimi_graph.compile import verify
+from kimi_graph.compile import verify, weight_formats
 from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump, open_bundle, read_json
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.manifest import GENERATED
@@ -122,7 +122,7 @@ def test_packed_experts_that_are_read_otherwise_are_noticed(family_bundle, monke
         found = as_read(desc, raw)
         return found.contiguous().view(torch.uint8).flip(1).view(found.dtype)
 
-    monkeypatch.setattr(verify, "as_read", otherwise)
+    monkeypatch.setattr(weight_formats, "as_read", otherwise)
     assert not verify_bundle(family_bundle(name, chip, weights_format="native"), steps=0, modes=("exact",)).passed
 
 
