@@ -194,7 +194,7 @@ REFUSED = {
     "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages of 16, .* at least 5, or 9"),
     "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, or 29"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
-    "rows beyond 32 bits": ({"batch": 10**11}, "--batch 100,000,000,000: .* numbered in 32 bits, at most 2,147,483,647"),
+    "rows beyond 32 bits": ({"batch": 10**11}, "--batch 100,000,000,000: .* in 32 bits, at most 2,147,483,647"),
     "an unknown phase": (
         {"phases": ("prefill", "train")},
         "--phase 'prefill,train': the phases of small are prefill, decode",
