@@ -62,12 +62,11 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
     """Which operator does what in which kind of layer, and why; each once, with the graphs it is in."""
     graphs: dict[tuple[str, ...], list[str]] = {}
     for c in manifest["choices"]:
-        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(
-            c["graph"]
-        )
+        said = (c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["provider"], c["reason"])
+        graphs.setdefault(said, []).append(c["graph"])
     return [
-        f"{part}: {kind}: {operator} ({reason}) in {', '.join(dict.fromkeys(where))}"
-        for (part, kind, operator, reason), where in graphs.items()
+        f"{part}: {kind}: {operator} ({provider}; {reason}) in {', '.join(dict.fromkeys(where))}"
+        for (part, kind, operator, provider, reason), where in graphs.items()
     ]
 
 

@@ -1054,6 +1054,45 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from _short_sequences(use, tokens)
 
 
+@limit("RecurrentKda")
+def _(use: Use) -> Iterator[Fault | Met]:
+    """Sources: the operator's API document and its tiling in vllm-ascend (August 2026)."""
+    yield from one_of("layout", use.attr("layout"), ("BSND", "TND"))
+    packed = use.attr("layout") == "TND"
+    ranks = {"query": 4, "key": 4, "value": 4, "gate": 4, "beta": 3}
+    ranks = {name: n - packed for name, n in ranks.items()} | {"initial_state": 4, "cu_seqlens": 1}
+    if faults := _ranks(use, **ranks):
+        yield from faults
+        return
+    query, value, state = use.shape("query"), use.shape("value"), use.shape("initial_state")
+    if query is None or value is None or state is None:
+        return
+    (*tokens, nk, dk), (*_, nv, dv) = query, value
+    yield from expect("key", use.shape("key"), query)
+    yield from expect("tokens of value", value[:-2], tuple(tokens))
+    yield from expect("gate", use.shape("gate"), (*tokens, nv, dk))
+    yield from expect("beta", use.shape("beta"), (*tokens, nv))
+    yield from exactly("the key width", dk, 128)
+    yield from one_of("the value width", dv, (128, 256))
+    yield from at_most("the number of value heads", nv, 256)
+    yield from within("the number of value heads", nv, nv % nk == 0, f"a multiple of the {nk} key heads")
+    if not use.attr("state_v_first"):
+        yield "state_v_first is false", "true: a state is [slots, value heads, value, key]", ""
+    yield from expect("initial_state", state[1:], (nv, dv, dk), "It is [slots, value heads, value, key].")
+    starts, slots = use.shape("cu_seqlens"), use.shape("ssm_state_indices")
+    rows = starts[0] - 1 if starts else (1 if packed else tokens[0])
+    count = prod(tokens)
+    yield from within("the number of tokens", count, count <= 8 * rows, f"at most 8 of each of {rows} sequences")
+    if slots is None:
+        yield from expect("slots of initial_state without ssm_state_indices", state[0], rows)
+    elif not (len(slots) == 1 and slots[0] >= count) and not (len(slots) == 2 and slots[0] == rows):
+        yield f"ssm_state_indices is {_text(slots)}", f"[{count}] or [{rows}, steps]", ""
+    if not use.attr("use_gate_in_kernel") and (use.given("A_log") or use.given("dt_bias") or use.attr("safe_gate")):
+        yield "A_log, dt_bias or safe_gate without use_gate_in_kernel", "none", ""
+    yield from expect("attn_out", use.made("attn_out"), value)
+    yield from expect("final_state", use.made("final_state"), state)
+
+
 def _short_sequences(use: Use, tokens: int) -> Iterator[Fault | Met]:
     lengths, rows = use.values("actual_seq_lengths"), use.shape("actual_seq_lengths")
     if lengths is not None and (min(lengths, default=1) < 1 or max(lengths, default=1) > 8 or sum(lengths) != tokens):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from kimi_graph.errors import CompileError
+from kimi_graph.ops.offers import Offer
 
 from .ge_proto import Dtype, describe, describe_tiled, fill_attr
+from .prototypes import find
 from .recipe import Step
 from .torchair_host import Host
 from .weight_formats import Packed
@@ -35,12 +37,19 @@ class Choice:
     Attributes:
         kind: what is computed, in words. operator: GE operator types. reason: in words.
         source: file and line of the layer that asked for it, "" where not known.
+        provider: whose operators they are, see `targets.PROVIDERS`.
     """
 
     kind: str
     operator: str
     reason: str
     source: str = ""
+    provider: str = "builtin"
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The operator types one by one."""
+        return tuple(self.operator.split(", "))
 
 
 Recipe = tuple[str, tuple[Step, ...]]  # a parameter, and the steps that make a weight of it
@@ -111,9 +120,39 @@ class Room:
         """Whether the graph is for this CANN release or a later one."""
         return version(self.cann) >= version(release)
 
-    def chose(self, kind: str, operator: str, reason: str) -> None:
+    def chose(self, kind: str, operator: str, reason: str, provider: str = "builtin") -> None:
         """Remember which operator was taken for what, and why; see `Choice`."""
-        self.choices.setdefault(Choice(kind, operator, reason, self.source))
+        self.choices.setdefault(Choice(kind, operator, reason, self.source, provider))
+
+    def serve(self, kind: str, offers: Sequence[Offer], *args: Any) -> Any:
+        """Lower by the first offer that can, in the order of the target's providers.
+
+        Raises:
+            CompileError: none can; why each cannot.
+        """
+        passed: list[str] = []
+        for offer in sorted(self._asked(offers), key=lambda o: self.target.providers.index(o.provider)):
+            why = self._not_there(offer) or offer.refuses(self, *args)
+            if not why:
+                self.chose(kind, offer.operator, "; ".join([offer.reason, *passed]), offer.provider)
+                return offer.make(self, *args)
+            passed.append(f"{offer.operator} of {offer.provider}: {why}")
+        left = sorted({o.provider for o in offers} - set(self.target.providers))
+        more = f" --providers does not name {', '.join(left)}, who might." if left else ""
+        raise CompileError(f"{kind}: nobody serves it ({'; '.join(passed) or 'nobody was asked'}).{more}")
+
+    def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
+        return [offer for offer in offers if offer.provider in self.target.providers]
+
+    def _not_there(self, offer: Offer) -> str:
+        """Why the target has not an offer's operators; basic ones are everywhere."""
+        for type_ in offer.operator.split(", "):
+            found = find(type_)
+            if found is not None and self.soc not in found.socs:
+                return f"no kernel for {self.soc}"
+            if found is not None and not found.is_in(self.soc, self.cann):
+                return f"built in since CANN {found.since.split()[0]}, this is for {self.cann}"
+        return ""
 
     # ---- what is known of a value ----
 

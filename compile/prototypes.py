@@ -115,7 +115,7 @@ class Prototype:
     same: tuple[tuple[str, ...], ...] = ()
     socs: tuple[str, ...]
     since: str = ""
-    provider: str = "cann"
+    provider: str = "builtin"
     source: str
 
     def is_in(self, soc: str, cann: str) -> bool:

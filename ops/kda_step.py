@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator
+from .offers import Offer
 from .short_conv import put_rows
 
 FLOAT32_STATE = "9.2"  # first CANN release whose operator takes a float32 state
@@ -42,14 +43,20 @@ def _(q, k, v, decay, beta, memory, slots, scale):
 
 
 @kda_step.lowering
-def _(ge, q, k, v, decay, beta, memory, slots, scale):
-    if not ge.has(FLOAT32_STATE):
-        return _composed(ge, q, k, v, decay, beta, memory, slots, scale)
+def _(ge, *args):
+    return ge.serve("recurrent KDA", OFFERS, *args)
+
+
+def _too_old(ge, *args) -> str:
+    if ge.has(FLOAT32_STATE):
+        return ""
+    return f"takes a float32 memory since CANN {FLOAT32_STATE}, this is for {ge.cann}"
+
+
+def _builtin(ge, q, k, v, decay, beta, memory, slots, scale):
     rows, _, heads, key = ge.shape(q)
     value = ge.shape(v)[-1]
     half = ge.dtype(v)
-    reason = "on every chip; decay, L2 norm and beta are computed before it"
-    ge.chose("recurrent KDA", "RecurrentGatedDeltaRule", reason)
     o, memory = ge.RecurrentGatedDeltaRule(
         ge.reshape(q, [rows, heads, key]),
         ge.reshape(k, [rows, heads, key]),
@@ -66,8 +73,6 @@ def _(ge, q, k, v, decay, beta, memory, slots, scale):
 
 def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
     """The same by element functions and sums, all float32: matrix products of float32 may be rounded on the device."""
-    reason = f"RecurrentGatedDeltaRule takes a float32 memory since CANN {FLOAT32_STATE}, this is for {ge.cann}"
-    ge.chose("recurrent KDA", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", reason)
     rows, _, heads, key = ge.shape(q)
     value, f32 = ge.shape(v)[-1], torch.float32
     along_key = [rows, heads, 1, key]
@@ -85,3 +90,41 @@ def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
     o = ge.mark(read(new, ge.Mul(q32, ge.const(scale, f32))), (rows, heads, value, 1), f32)
     written = ge.ScatterNdUpdate(memory, ge.reshape(slots, [rows, 1]), new)
     return ge.reshape(ge.cast(o, ge.dtype(v)), [rows, 1, heads, value]), written
+
+
+def _vllm_ascend(ge, q, k, v, decay, beta, memory, slots, scale):
+    rows = ge.shape(q)[0]
+    inputs = {
+        "query": q, "key": k, "value": v, "gate": decay, "beta": beta, "initial_state": memory,
+        "cu_seqlens": ge.const(list(range(rows + 1)), torch.int32), "ssm_state_indices": slots, "A_log": None,
+        "dt_bias": None, "num_accepted_tokens": None,
+    }  # fmt: skip
+    attrs = {"layout": "BSND", "scale": scale, "inplace_final_state": True, "state_v_first": True}
+    o, memory, _ = ge.own("RecurrentKda", inputs, ["attn_out", "initial_state", "final_state"], attrs)
+    return o, memory
+
+
+def _other_widths(ge, q, k, v, *args) -> str:
+    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
+    if key == 128 and value in (128, 256):
+        return ""
+    return f"takes keys of 128 channels and values of 128 or 256, these are {key} and {value}"
+
+
+OFFERS = (
+    Offer(
+        "builtin",
+        "RecurrentGatedDeltaRule",
+        _builtin,
+        "on every chip; decay, L2 norm and beta are computed before it",
+        _too_old,
+    ),
+    Offer(
+        "vllm-ascend",
+        "RecurrentKda",
+        _vllm_ascend,
+        "decay and beta stay float32; its third result is never written and costs memory of a layer's state",
+        _other_widths,
+    ),
+    Offer("composed", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", _composed, "float32 throughout, on every release"),
+)

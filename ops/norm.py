@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
+from .offers import Offer
 
 
 @operator(sharding="... d, d -> ... d", whole="d")
@@ -79,9 +80,15 @@ def _(x, gate, weight, eps):
 
 
 @gated_rms_norm.lowering
-def _(ge, x, gate, weight, eps):
-    ge.chose("gated norm", "GatedRmsNorm", "own type: CANN has no norm that multiplies by a sigmoid")
+def _(ge, *args):
+    return ge.serve("gated norm", GATED, *args)
+
+
+def _gated(ge, x, gate, weight, eps):
     return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
+
+
+GATED = (Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid"),)
 
 
 @operator(sharding="... d -> ... d", whole="d")

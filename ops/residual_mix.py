@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
+from .offers import Offer
 
 
 @operator(sharding="b t d, d, d -> b t d", whole="d")
@@ -32,7 +33,19 @@ def _(sources, norm, query, eps):
 
 
 @residual_mix.lowering
-def _(ge, sources, norm, query, eps):
-    reason = "own type: CANN has no operator for it, and a composition would read the sources several times"
-    ge.chose("attention over depth", "AttnResMix", reason)
+def _(ge, *args):
+    return ge.serve("attention over depth", OFFERS, *args)
+
+
+def _own(ge, sources, norm, query, eps):
     return ge.own("AttnResMix", {"sources": list(sources), "norm": norm, "query": query}, ["y"], {"eps": eps})
+
+
+OFFERS = (
+    Offer(
+        "own",
+        "AttnResMix",
+        _own,
+        "CANN has no operator for it, and a composition reads the sources several times",
+    ),
+)

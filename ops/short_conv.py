@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import BLOCK_BYTES, at_least_f32, may_overwrite, operator
+from .offers import Offer, cannot
 
 
 @operator(sharding="b t h k, h k w, s h k u, b, b, b -> b t h k, s h k u", whole="twsu")
@@ -76,11 +77,18 @@ def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
 
 
 @short_conv.lowering
-def _(ge, x, weight, window, slots, lengths, counts):
+def _(ge, *args):
+    return ge.serve("short convolution", OFFERS, *args)
+
+
+def _own(ge, x, weight, window, slots, lengths, counts):
     inputs = {"x": x, "weight": weight, "window": window, "slots": slots, "lengths": lengths, "counts": counts}
-    if ge.soc == "950":
-        reason = "own type: CANN's CausalConv1d keeps its window in another order and does not know padded rows"
-    else:
-        reason = "own type: CANN has CausalConv1d for 950 alone"
-    ge.chose("short convolution", "ShortConv", reason)
     return ge.own("ShortConv", inputs, ["y", "window"], {})
+
+
+_OTHER_WINDOW = "keeps its windows as [slots, taps - 1, channels] and does not know padded rows"
+
+OFFERS = (
+    cannot("builtin", "CausalConv1d", _OTHER_WINDOW),
+    Offer("own", "ShortConv", _own, "one kernel for prefill and decode, in place over slots"),
+)

@@ -17,6 +17,7 @@ from kimi_graph.compile.ge_proto import ModelDef, data_edges, dtype_of, shape_of
 from kimi_graph.compile.lower import Choice
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, alias_states
+from kimi_graph.compile.targets import PROVIDERS_DEFAULT
 from kimi_graph.compile.targets import target as target_of
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.errors import CompileError
@@ -63,9 +64,9 @@ class Lowered:
         return {c.kind: c for c in self.converted.choices}
 
 
-def lower(host: Host, case: Case, where: tuple[str, str]) -> Lowered:
+def lower(host: Host, case: Case, where: tuple[str, str], providers: tuple[str, ...] = PROVIDERS_DEFAULT) -> Lowered:
     """Captured, converted, states in place, described, held against every rule of the target."""
-    target = target_of(where[0], cann=where[1])
+    target = target_of(where[0], cann=where[1], providers=providers)
     prototypes = Prototypes(target.soc, host.root)
 
     def call(x: dict[str, Tensor], s: dict[str, Tensor]) -> dict[str, Any]:
@@ -202,9 +203,10 @@ def written() -> Case:
     return Case(write, args, states=("pool",))
 
 
-def stepped() -> Case:
-    args = {"q": rand(3, 1, 4, 16), "k": rand(3, 1, 4, 16), "v": rand(3, 1, 4, 8), "beta": rand(3, 1, 4, dtype=F32)}
-    args |= {"decay": -rand(3, 1, 4, 16, dtype=F32).abs(), "memory": rand(5, 4, 8, 16, dtype=F32)}
+def stepped(key: int = 16, value: int = 8) -> Case:
+    args = {name: rand(3, 1, 4, key) for name in ("q", "k")}
+    args |= {"v": rand(3, 1, 4, value), "beta": rand(3, 1, 4, dtype=F32)}
+    args |= {"decay": -rand(3, 1, 4, key, dtype=F32).abs(), "memory": rand(5, 4, value, key, dtype=F32)}
     args |= {"slots": torch.tensor([3, 1, 4], dtype=I32)}
     args["beta"] = args["beta"].to(BF16).float()  # CANN's operator takes it in bfloat16
 
@@ -311,7 +313,8 @@ def test_situ_is_one_operator_from_cann_9_2_on(host):
     assert nodes(host, "situ_mul", "950dt", "9.2") == ["ConcatV2", "SituGlu"]
     old = lower(host, CASES["situ"], ("a3", "9.1"))
     assert {"Tanh", "Sigmoid", "Mul", "RealDiv"} <= set(old.types) and "SituGlu" not in old.types
-    assert old.choices["SiTU"].reason == "SituGlu is built in since CANN 9.2, this is for 9.1"
+    why = "SituGlu of builtin: built in since CANN 9.2, this is for 9.1"
+    assert old.choices["SiTU"].reason == f"element functions in float32; {why}"
 
 
 def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
@@ -319,6 +322,42 @@ def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
     made = lower(host, CASES["kda_step"], ("a3", "9.1"))
     assert "RecurrentGatedDeltaRule" not in made.types and "ScatterNdUpdate" in made.types
     assert "takes a float32 memory since CANN 9.2" in made.choices["recurrent KDA"].reason
+
+
+# ---- whose operators -------------------------------------------------------------------------------------------------
+
+VLLM_ASCEND = ("builtin", "vllm-ascend", "composed")
+
+
+def test_the_first_provider_that_can_serves_in_the_order_given_and_says_why(host):
+    case = stepped(128, 128)
+    for cann, providers, operator, provider in (
+        ("9.2", VLLM_ASCEND, "RecurrentGatedDeltaRule", "builtin"),
+        ("9.1", VLLM_ASCEND, "RecurrentKda", "vllm-ascend"),
+        ("9.2", ("vllm-ascend", "builtin"), "RecurrentKda", "vllm-ascend"),
+        ("9.1", ("builtin", "composed", "vllm-ascend"), "GatherV2, Mul, ReduceSum, ScatterNdUpdate", "composed"),
+    ):
+        choice = lower(host, case, ("a3", cann), providers).choices["recurrent KDA"]
+        assert (choice.operator, choice.provider) == (operator, provider)
+    why = "RecurrentGatedDeltaRule of builtin: takes a float32 memory since CANN 9.2, this is for 9.1"
+    assert choice.reason == f"float32 throughout, on every release; {why}"
+
+
+def test_what_nobody_serves_is_refused_with_why_each_cannot_and_who_was_not_asked(host):
+    with pytest.raises(CompileError) as refused:
+        lower(host, CASES["kda_step"], ("a3", "9.1"), ("builtin", "vllm-ascend"))
+    for words in ("takes a float32 memory since CANN 9.2", "these are 16 and 8", "--providers does not name composed"):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_a_step_by_vllm_ascends_operator_is_the_reference(host, place, mode, tolerance):
+    case = stepped(128, 128)
+    lowered = lower(host, case, place, ("vllm-ascend", "builtin"))
+    assert lowered.types == ["RecurrentKda"]
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
 
 
 def test_heads_are_padded_where_the_chip_or_release_wants_powers_of_two_and_the_cost_is_said(host):

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from kimi_graph.compile.executor.registry import PROVENANCES, SEMANTICS
 from kimi_graph.compile.ge_proto import Dtype
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import IN_PLACE, SHORT, Prototypes, dtypes, find, parse_registration, read_helper
@@ -78,12 +79,25 @@ def test_a_complete_row_is_a_prototype_without_torchair(name):
     assert {name for group in p.same for name in group} <= known
 
 
+def test_how_an_operator_is_known_to_work_on_a_device_goes_by_who_provides_it():
+    assert {row.evidence for row in ROWS.values() if row.provider == "own"} == {"never run"}
+    assert all(row.evidence.startswith("ran: ") for row in ROWS.values() if row.provider == "vllm-ascend")
+    assert ROWS["SituGlu"].evidence == "documented" and "950" in ROWS["MoeGatingTopK"].evidence
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_what_an_operator_of_the_table_computes_is_known_with_where_from(name):
+    structure = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
+    assert name in structure or (SEMANTICS[name].provenance in PROVENANCES and SEMANTICS[name].source)
+
+
 def test_an_operator_writes_in_place_what_it_names_like_an_input():
     assert IN_PLACE == {
         "Assign": {"ref": "ref"},
         "ScatterNdUpdate": {"var": "var"},
         "ScatterPaKvCache": {"key_cache": "key_cache", "value_cache": "value_cache"},
         "RecurrentGatedDeltaRule": {"state": "state"},
+        "RecurrentKda": {"initial_state": "initial_state"},
         "CausalConv1d": {"conv_states": "conv_states"},
         "ShortConv": {"window": "window"},
         "KdaChunk": {"memory": "memory"},
@@ -183,7 +197,8 @@ DIFFERENCES = {
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "CausalConv1d",
-    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "SituGlu", "SparseFlashAttention",
+    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu",
+    "SparseFlashAttention",
 }  # fmt: skip
 
 

@@ -409,7 +409,7 @@ OTHERS = {  # tested by what they do together, in files of their own
     "DynamicQuant", "FusedInferAttentionScore", "GatedRmsNorm", "GroupedMatmul", "HcomAllGather", "HcomAllReduce",
     "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer", "MatMulV3",
     "MoeDistributeCombineV2", "MoeDistributeDispatchV2", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
-    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "ScatterNdUpdate",
+    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "RecurrentKda", "ScatterNdUpdate",
     "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
 }  # fmt: skip
 

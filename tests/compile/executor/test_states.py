@@ -197,6 +197,57 @@ def test_changed_attributes_of_the_delta_rule_are_noticed(new_builder):
     assert_attributes_are_noticed(lambda: delta_rule(new_builder(), [1, 1], [4, 2]), before)
 
 
+def kda_step(b, *, heads=4, key_heads=2, **replace):
+    inputs = {
+        "query": F.normalize(rand(3, 1, key_heads, 8), dim=-1).to(BF16),
+        "key": F.normalize(rand(3, 1, key_heads, 8) + 1, dim=-1).to(BF16),
+        "value": rand(3, 1, heads, 5, dtype=BF16),
+        "gate": -rand(3, 1, heads, 8).abs(),
+        "beta": rand(3, 1, heads).sigmoid(),
+        "initial_state": rand(6, heads, 5, 8),
+        "cu_seqlens": ints(0, 1, 2, 3),
+        "ssm_state_indices": ints(4, 2, 5),
+        "A_log": None,
+        "dt_bias": None,
+        "num_accepted_tokens": None,
+    } | replace
+    attrs = {"scale": 0.5, "inplace_final_state": True, "state_v_first": True}
+    return one_node(b, "RecurrentKda", inputs, "attn_out initial_state final_state", attrs, ("initial_state",))
+
+
+def test_recurrent_kda_is_the_delta_rule_with_a_decay_for_each_channel(build):
+    b = kda_step(build)
+    ran = b.run()
+    v = {n: t[:, 0] if t.ndim > 2 and n != "initial_state" else t for n, t in b.values.items()}
+    v |= {"state": v["initial_state"], "gk": v["gate"]}
+    out, state = expected_delta_rule(v, [1, 1, 1], [4, 2, 5])
+    torch.testing.assert_close(ran.outputs[0][:, 0], out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["initial_state"], state, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_result_of_recurrent_kda_is_never_written(build):
+    assert kda_step(build).run().outputs[2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ssm_state_indices": ints(0, 1, 6)}, "slot 6 is outside 0..5"),
+        ({"cu_seqlens": ints(0, 1, 1, 3)}, r"cu_seqlens are \[0, 1, 1, 3\], one token each expected"),
+        ({"gate": -rand(3, 1, 2, 8).abs()}, r"gate \[3, 1, 4, 8\] expected"),
+        ({"query": rand(3, 1, 2, 8)}, "input 'query' is torch.float32, supported is torch.bfloat16"),
+    ],
+)
+def test_a_recurrent_kda_that_graphs_of_ours_do_not_have_is_refused(build, change, message):
+    with pytest.raises(KimiGraphError, match=rf"it \(RecurrentKda\): {message}"):
+        kda_step(build, **change).run("native")
+
+
+def test_changed_attributes_of_recurrent_kda_are_noticed(new_builder):
+    before = kda_step(new_builder()).run().outputs[:2]
+    assert_attributes_are_noticed(lambda: kda_step(new_builder()), before)
+
+
 def rows(slots, lengths, counts):
     return {"slots": ints(*slots), "lengths": ints(*lengths, dtype=I64), "counts": ints(*counts, dtype=I64)}
 
