@@ -308,16 +308,62 @@ class Room:
         return {part: self._packed_input(parameter, p) for part, p in packed.items()}
 
     def _packed_input(self, parameter: str, p: Packed) -> Value:
-        name = ".".join([parameter, *(s.short() for s in p.steps if s.kind != "view")])
-        if name not in self.extra_inputs:
-            self.weights.made[name] = (parameter, p.steps)
-            made = self.extra_inputs[name] = self.input(name, p.shape, p.dtype.held)
+        def describe_it(made: Value) -> None:
             node, dtype = made.node, p.dtype
             for desc in (*node.input_desc, *node.output_desc):
                 describe_tiled(desc, p.shape, dtype) if p.tiled else describe(desc, p.shape, dtype)
             if p.tiled:
                 node.attr["_enable_storage_format_spread"].b = False
+
+        return self._weight_input(parameter, p.steps, p.shape, p.dtype.held, describe_it)
+
+    def _weight_input(
+        self,
+        parameter: str,
+        steps: tuple[Step, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        finish: Callable[[Value], None] = lambda made: None,
+    ) -> Value:
+        """An input that holds what a recipe makes of a parameter; one, however often it is asked for."""
+        name = ".".join([parameter, *(s.short() for s in steps if s.kind != "view")])
+        if name not in self.extra_inputs:
+            self.weights.made[name] = (parameter, steps)
+            self.extra_inputs[name] = self.input(name, shape, dtype)
+            finish(self.extra_inputs[name])
         return self.extra_inputs[name]
+
+    def weight_as(self, weight: Value, dtype: torch.dtype, *, taken: tuple[int, int] | None = None) -> Value:
+        """A weight in another dtype, made by its recipe: no node may work on a weight alone. What is none is cast.
+
+        Args:
+            taken: a dimension and a place in it: only that, without the dimension.
+        """
+        shape = list(self.shape(weight))
+        steps: tuple[Step, ...] = ()
+        if taken is not None:
+            dim, at = taken
+            del shape[dim]
+            steps = (Step("slice", (dim, at, at + 1)), Step("view", tuple(shape)))
+        if self.dtype(weight) != dtype:
+            steps += (Step("cast", (str(dtype).removeprefix("torch."),)),)
+        known = self.weights.recipes.get(weight.node.name)
+        if known is not None and steps:
+            return self._weight_input(known[0], (*known[1], *steps), shape, dtype)
+        if taken is not None:
+            weight = self.reshape(self.cut(weight, *taken, 1), shape)
+        return self.cast(weight, dtype)
+
+    def cut(self, x: Value, dim: int, start: int, size: int) -> Value:
+        """`size` elements of `x` along `dim`, from `start` on."""
+        shape = list(self.shape(x))
+        if size == shape[dim]:
+            return x
+        bounds = (self.const([n], torch.int64) for n in (start, start + size, dim, 1))
+        begin, end, axis, stride = bounds
+        shape[dim] = size
+        made = self.StridedSliceV2(x, begin, end, axes=axis, strides=stride)
+        return self.mark(made, shape, self.dtype(x))
 
     def own(self, op_type: str, inputs: Mapping[str, Any], outputs: Sequence[str], attrs: Mapping[str, Any]) -> Any:
         """A node of a type without a helper.

@@ -88,7 +88,17 @@ def _gated(ge, x, gate, weight, eps):
     return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
 
 
-GATED = (Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid"),)
+def _gated_composed(ge, x, gate, weight, eps):
+    f32, shape = torch.float32, ge.shape(x)
+    normed = ge.RmsNorm(ge.cast(x, f32), ge.weight_as(weight, f32), epsilon=eps)[0]
+    made = ge.mark(ge.Mul(normed, ge.Sigmoid(ge.cast(gate, f32))), shape, f32)
+    return ge.cast(made, ge.dtype(x))
+
+
+GATED = (
+    Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid"),
+    Offer("composed", "RmsNorm, Sigmoid, Mul", _gated_composed, "float32 between the operators"),
+)
 
 
 @operator(sharding="... d -> ... d", whole="d")

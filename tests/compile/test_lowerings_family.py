@@ -15,6 +15,7 @@ from kimi_graph.compile.driver import convert_piece
 from kimi_graph.compile.executor import Executor, infer_shapes
 from kimi_graph.compile.ge_proto import ModelDef, data_edges, dtype_of, shape_of
 from kimi_graph.compile.lower import Choice
+from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, alias_states
 from kimi_graph.compile.targets import PROVIDERS_DEFAULT
@@ -356,6 +357,37 @@ def test_a_step_by_vllm_ascends_operator_is_the_reference(host, place, mode, tol
     case = stepped(128, 128)
     lowered = lower(host, case, place, ("vllm-ascend", "builtin"))
     assert lowered.types == ["RecurrentKda"]
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
+def convolved(tokens: int, counts: list[int], lengths: list[int]) -> Case:
+    """Rows that go on, start, are padded or stand still; where one starts, its slot holds no numbers."""
+    args = {"x": rand(4, tokens, 3, 8), "weight": rand(3, 8, 4, dtype=F32), "window": rand(6, 3, 8, 3)}
+    args["window"][5] = float("nan")
+    args |= {"slots": torch.tensor([3, 5, 1, 4], dtype=I32)}
+    args |= {"lengths": torch.tensor(lengths), "counts": torch.tensor(counts)}
+    return Case(ops.short_conv, args, states=("window",))
+
+
+COMPOSED = {
+    "gated_rms_norm": Case(
+        lambda x, gate, weight: ops.gated_rms_norm(x, gate, weight, 1e-5),
+        {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0), "weight": rand(8)},
+    ),
+    "residual_mix of one": mixed(1),
+    "residual_mix of four": mixed(4),
+    "short_conv of many tokens": convolved(7, [7, 3, 1, 0], [19, 3, 5, 4]),
+    "short_conv of one token": convolved(1, [1, 1, 0, 1], [9, 1, 5, 2]),
+}
+
+
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_composition_is_the_reference_without_a_type_of_ours(host, name, mode, tolerance):
+    case = COMPOSED[name]
+    lowered = lower(host, case, ("a3", "8.5"), ("builtin", "composed"))
+    assert not [t for t in lowered.types if t in ROWS and ROWS[t].provider == "own"]
     wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
     compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
 
