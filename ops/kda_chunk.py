@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator, recorded
+from .kda_chunk_composed import composed
 from .offers import Offer, cannot
 from .short_conv import put_rows, state_rows
 
@@ -162,5 +163,12 @@ def _own(ge, q, k, v, decay, beta, memory, slots, lengths, counts, scale):
 
 OFFERS = (
     cannot("builtin", "ChunkGatedDeltaRule", "has one decay for a whole head, KDA one for each channel"),
+    cannot("vllm-ascend", "ChunkKdaFwd", "its tiling reads the scale as a double, which no attribute of a graph is"),
     Offer("own", "KdaChunk", _own, "in place over slots, padded rows included"),
+    Offer(
+        "composed",
+        "Cumsum, Exp, Mul, ReduceSum, BatchMatMul, ScatterNdUpdate",
+        composed,
+        "float32, chunks of 16 tokens one after another",
+    ),
 )

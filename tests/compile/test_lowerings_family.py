@@ -370,7 +370,27 @@ def convolved(tokens: int, counts: list[int], lengths: list[int]) -> Case:
     return Case(ops.short_conv, args, states=("window",))
 
 
+def chunked(tokens: int, counts: list[int], lengths: list[int], decay: float = 1.0) -> Case:
+    """Rows that go on, start, are padded or stand still; where one starts, its slot holds no numbers."""
+    args = {name: torch.nn.functional.normalize(rand(4, tokens, 2, 8) + i, dim=-1) for i, name in enumerate("qk")}
+    args |= {"v": rand(4, tokens, 2, 6), "decay": -decay * rand(4, tokens, 2, 8, dtype=F32).abs()}
+    args |= {"beta": rand(4, tokens, 2, dtype=F32).sigmoid(), "memory": rand(6, 2, 6, 8, dtype=F32)}
+    args["memory"][5] = float("nan")
+    args |= {"slots": torch.tensor([3, 5, 1, 4], dtype=I32)}
+    args |= {"lengths": torch.tensor(lengths), "counts": torch.tensor(counts)}
+    real = (torch.arange(tokens) < torch.tensor(counts)[:, None]).double()[:, :, None, None]
+
+    def mix(real: Tensor, **x: Tensor) -> tuple[Tensor, Tensor]:
+        o, memory = ops.kda_chunk(**x, scale=0.35)
+        return o * real.to(o.dtype), memory  # of padding nothing is said
+
+    return Case(mix, args | {"real": real.to(BF16)}, states=("memory",))
+
+
 COMPOSED = {
+    "kda_chunk of less than a chunk": chunked(7, [7, 3, 1, 0], [19, 3, 5, 4]),
+    "kda_chunk of three chunks": chunked(41, [41, 40, 17, 0], [60, 40, 19, 4]),
+    "kda_chunk with decays that vanish": chunked(32, [32, 32, 20, 16], [64, 32, 33, 17], decay=40.0),
     "gated_rms_norm": Case(
         lambda x, gate, weight: ops.gated_rms_norm(x, gate, weight, 1e-5),
         {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0), "weight": rand(8)},
