@@ -133,6 +133,7 @@ PARTS: Mapping[str, Parts] = {
     "ShortConv": _slots("window", "slots"),
     "CausalConv1d": _slots("conv_states", "cache_indices"),
     "KdaChunk": _slots("memory", "slots"),
+    "KdaStep": _slots("memory", "slots"),
     "RecurrentGatedDeltaRule": _slots("state", "ssm_state_indices"),
     "RecurrentKda": _slots("initial_state", "ssm_state_indices", unwritten="final_state"),
     "GroupedMatmul": _experts,

@@ -1140,6 +1140,30 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("y", use.made("y"), x)
 
 
+@limit("KdaStep")
+def _(use: Use) -> Iterator[Fault | Met]:
+    if faults := _ranks(use, q=4, k=4, v=4, decay=4, beta=3, memory=4):
+        yield from faults
+        return
+    q, v, memory = use.shape("q"), use.shape("v"), use.shape("memory")
+    if q is None or v is None or memory is None:
+        return
+    yield from exactly("the number of tokens of a row", q[1], 1)
+    yield from expect("k", use.shape("k"), q)
+    yield from expect("v", v[:3], q[:3])
+    yield from expect("decay", use.shape("decay"), q)
+    yield from expect("beta", use.shape("beta"), q[:3])
+    yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
+    yield from expect("slots", use.shape("slots"), q[:1])
+    for name, width in (("key", q[3]), ("value", v[3])):
+        legal = width % 16 == 0 and 16 <= width <= 256
+        yield from within(f"the {name} width", width, legal, "a multiple of 16 from 16 to 256")
+    for name in ("bias", "log_rate"):
+        if use.given(name):
+            yield f"{name} is given", "none: the gate is made before", ""
+    yield from expect("o", use.made("o"), v)
+
+
 @limit("KdaChunk")
 def _(use: Use) -> Iterator[Fault | Met]:
     if faults := _ranks(use, q=4, k=4, v=4, decay=4, beta=3, memory=4):

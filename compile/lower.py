@@ -20,6 +20,7 @@ from kimi_graph.ops.offers import Offer
 from .ge_proto import Dtype, describe, describe_tiled, fill_attr
 from .prototypes import find
 from .recipe import Step
+from .targets import PROVIDERS_DEFAULT
 from .torchair_host import Host
 from .weight_formats import Packed
 
@@ -125,13 +126,13 @@ class Room:
         self.choices.setdefault(Choice(kind, operator, reason, self.source, provider))
 
     def serve(self, kind: str, offers: Sequence[Offer], *args: Any) -> Any:
-        """Lower by the first offer that can, in the order of the target's providers.
+        """Lower by the first offer that can, in the order of the target's providers; by default, in the order given.
 
         Raises:
             CompileError: none can; why each cannot.
         """
         passed: list[str] = []
-        for offer in sorted(self._asked(offers), key=lambda o: self.target.providers.index(o.provider)):
+        for offer in self._asked(offers):
             why = self._not_there(offer) or offer.refuses(self, *args)
             if not why:
                 self.chose(kind, offer.operator, "; ".join([offer.reason, *passed]), offer.provider)
@@ -142,7 +143,9 @@ class Room:
         raise CompileError(f"{kind}: nobody serves it ({'; '.join(passed) or 'nobody was asked'}).{more}")
 
     def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
-        return [offer for offer in offers if offer.provider in self.target.providers]
+        order: tuple[str, ...] = self.target.providers
+        asked = [offer for offer in offers if offer.provider in order]
+        return asked if order == PROVIDERS_DEFAULT else sorted(asked, key=lambda o: order.index(o.provider))
 
     def _not_there(self, offer: Offer) -> str:
         """Why the target has not an offer's operators; basic ones are everywhere."""

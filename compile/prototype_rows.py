@@ -656,6 +656,20 @@ _REAL = "F32/F16/BF16"
 
 OWN = [
     Row(
+        type="KdaStep",
+        ins=f"q k v decay beta: {_REAL}; memory: F32; slots: I32; bias? log_rate?: F32",
+        outs=f"o: {_REAL}; memory: F32",
+        attrs="""
+            scale: Float
+            norm_eps: Float = -1.0
+            beta_logits: Bool = false
+            lower_bound: Float = 0.0
+        """,
+        same="q k v o; decay beta",
+        provider="own",
+        source="the reference kda_step",
+    ),
+    Row(
         type="GatedRmsNorm",
         ins=f"x gate weight: {_REAL}",
         outs=f"y: {_REAL}",

@@ -17,8 +17,9 @@ CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 mem
 # Whose operators a graph may take: fused ones that CANN brings, those of vllm-ascend's package, this project's, and
 # the same out of CANN's basic operators.
 PROVIDERS = ("builtin", "vllm-ascend", "own", "composed")
-# CANN's first: nothing is to be installed. Ours before compositions: one kernel reads and writes everything once. What
-# is left out needs a package that somebody has to build and install, which only who deploys can say.
+# By default offers are asked as an operator's file lists them. CANN's first: nothing is to be installed. Ours before
+# compositions, as one kernel reads and writes everything once, but for KDA's step, whose composition was there before.
+# What is left out needs somebody else's package, which has to be built and installed: only who deploys can say so.
 PROVIDERS_DEFAULT = ("builtin", "own", "composed")
 
 

@@ -104,11 +104,23 @@ def _vllm_ascend(ge, q, k, v, decay, beta, memory, slots, scale):
     return o, memory
 
 
-def _other_widths(ge, q, k, v, *args) -> str:
+def _own(ge, q, k, v, decay, beta, memory, slots, scale):
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
+    return ge.own("KdaStep", inputs | {"bias": None, "log_rate": None}, ["o", "memory"], {"scale": scale})
+
+
+def _widths_of_vllm_ascend(ge, q, k, v, *args) -> str:
     key, value = ge.shape(k)[-1], ge.shape(v)[-1]
     if key == 128 and value in (128, 256):
         return ""
     return f"takes keys of 128 channels and values of 128 or 256, these are {key} and {value}"
+
+
+def _own_widths(ge, q, k, v, *args) -> str:
+    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
+    if all(width % 16 == 0 and 16 <= width <= 256 for width in (key, value)):
+        return ""
+    return f"takes multiples of 16 channels up to 256, these are {key} and {value}"
 
 
 OFFERS = (
@@ -124,7 +136,8 @@ OFFERS = (
         "RecurrentKda",
         _vllm_ascend,
         "decay and beta stay float32; its third result is never written and costs memory of a layer's state",
-        _other_widths,
+        _widths_of_vllm_ascend,
     ),
     Offer("composed", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", _composed, "float32 throughout, on every release"),
+    Offer("own", "KdaStep", _own, "reads and writes a memory once, decay and beta stay float32", _own_widths),
 )

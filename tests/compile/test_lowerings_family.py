@@ -336,6 +336,8 @@ def test_the_first_provider_that_can_serves_in_the_order_given_and_says_why(host
         ("9.2", VLLM_ASCEND, "RecurrentGatedDeltaRule", "builtin"),
         ("9.1", VLLM_ASCEND, "RecurrentKda", "vllm-ascend"),
         ("9.2", ("vllm-ascend", "builtin"), "RecurrentKda", "vllm-ascend"),
+        ("9.2", ("own", "builtin", "composed"), "KdaStep", "own"),
+        ("9.1", ("builtin", "own", "composed", "vllm-ascend"), "KdaStep", "own"),
         ("9.1", ("builtin", "composed", "vllm-ascend"), "GatherV2, Mul, ReduceSum, ScatterNdUpdate", "composed"),
     ):
         choice = lower(host, case, ("a3", cann), providers).choices["recurrent KDA"]
@@ -344,19 +346,25 @@ def test_the_first_provider_that_can_serves_in_the_order_given_and_says_why(host
     assert choice.reason == f"float32 throughout, on every release; {why}"
 
 
+def test_by_default_a_step_that_cann_has_not_is_composed_as_it_was_before_there_was_a_kernel_of_ours(host):
+    assert lower(host, stepped(128, 128), ("a3", "9.1")).choices["recurrent KDA"].provider == "composed"
+
+
 def test_what_nobody_serves_is_refused_with_why_each_cannot_and_who_was_not_asked(host):
     with pytest.raises(CompileError) as refused:
-        lower(host, CASES["kda_step"], ("a3", "9.1"), ("builtin", "vllm-ascend"))
-    for words in ("takes a float32 memory since CANN 9.2", "these are 16 and 8", "--providers does not name composed"):
+        lower(host, CASES["kda_step"], ("a3", "9.1"), ("builtin", "vllm-ascend", "own"))
+    said = ("takes a float32 memory since CANN 9.2", "128 or 256, these are 16 and 8", "up to 256, these are 16 and 8")
+    for words in (*said, "--providers does not name composed"):
         assert words in str(refused.value)
 
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("provider, operator", [("vllm-ascend", "RecurrentKda"), ("own", "KdaStep")])
 @pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
-def test_a_step_by_vllm_ascends_operator_is_the_reference(host, place, mode, tolerance):
+def test_a_step_of_another_provider_is_the_reference(host, place, provider, operator, mode, tolerance):
     case = stepped(128, 128)
-    lowered = lower(host, case, place, ("vllm-ascend", "builtin"))
-    assert lowered.types == ["RecurrentKda"]
+    lowered = lower(host, case, place, (provider, "builtin"))
+    assert lowered.types == [operator]
     wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
     compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
 

@@ -101,6 +101,7 @@ def test_an_operator_writes_in_place_what_it_names_like_an_input():
         "CausalConv1d": {"conv_states": "conv_states"},
         "ShortConv": {"window": "window"},
         "KdaChunk": {"memory": "memory"},
+        "KdaStep": {"memory": "memory"},
     }
 
 
@@ -196,7 +197,7 @@ DIFFERENCES = {
 }
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
-    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "CausalConv1d",
+    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "CausalConv1d",
     "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu",
     "SparseFlashAttention",
 }  # fmt: skip

@@ -60,6 +60,42 @@ def short_conv(
 
 
 @ge_op(
+    "KdaStep",
+    provenance="own reading",
+    source="our operator: one step of the recurrence of RecurrentGatedDeltaRule with gk, for every row; natural-log "
+    "decay; float32 throughout",
+    outputs="o memory",
+    in_place="memory",
+    prototype="q k v decay beta memory slots bias? log_rate?",
+)
+def kda_step(
+    op: Op, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As graphs have it: the gate, beta's sigmoid and unit lengths are made before."""
+    rows, tokens, heads, keys = k.shape
+    width, scale = v.shape[-1], op.need("scale", float)
+    op.expect(norm_eps=-1.0, beta_logits=False, lower_bound=0.0)
+    op.same_dtype(q, k, v)
+    op.of_dtype(torch.float32, memory=memory)
+    op.of_dtype(torch.int32, slots=slots)
+    op.require(tokens == 1 and q.shape == k.shape == decay.shape, f"q {list(q.shape)}, k {list(k.shape)}")
+    op.require(v.shape[:3] == beta.shape == k.shape[:3], f"beta {list(beta.shape)}, v {list(v.shape)}")
+    op.require(memory.shape[1:] == (heads, width, keys), f"memory [S, {heads}, {width}, {keys}] expected")
+    op.require(slots.shape == (rows,), f"{rows} slots expected")
+    if v.is_meta:
+        return torch.empty_like(v), memory
+    o = torch.empty_like(v)
+    for row, slot in enumerate(slots.tolist()):
+        qt, kt, vt, kept, share = (at_least_f32(x[row, 0]) for x in (q, k, v, decay, beta))
+        state = memory[slot] * kept.exp()[:, None]
+        news = share[:, None] * (vt - (state * kt[:, None]).sum(-1))
+        state = state + news[..., None] * kt[:, None]
+        o[row, 0] = (state * (qt * scale)[:, None]).sum(-1).to(o.dtype)
+        memory[slot] = state.to(memory.dtype)
+    return o, memory
+
+
+@ge_op(
     "KdaChunk",
     provenance="own reading",
     source="our operator: the recurrence of RecurrentGatedDeltaRule with gk over the real tokens of each row, from "

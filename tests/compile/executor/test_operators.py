@@ -407,7 +407,8 @@ CASES = [
 OTHERS = {  # tested by what they do together, in files of their own
     "Assign", "BatchMatMulV3", "Bitcast", "CausalConv1d", "Const", "Constant", "DynamicBlockQuant", "DynamicMxQuant",
     "DynamicQuant", "FusedInferAttentionScore", "GatedRmsNorm", "GroupedMatmul", "HcomAllGather", "HcomAllReduce",
-    "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer", "MatMulV3",
+    "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KdaStep", "KvQuantSparseFlashAttention",
+    "LightningIndexer", "MatMulV3",
     "MoeDistributeCombineV2", "MoeDistributeDispatchV2", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
     "QuantLightningIndexer", "RecurrentGatedDeltaRule", "RecurrentKda", "ScatterNdUpdate",
     "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",

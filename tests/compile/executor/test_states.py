@@ -248,6 +248,17 @@ def test_changed_attributes_of_recurrent_kda_are_noticed(new_builder):
     assert_attributes_are_noticed(lambda: kda_step(new_builder()), before)
 
 
+def test_kda_step_of_ours_is_the_models_step(build):
+    inputs = {"q": F.normalize(rand(3, 1, 2, 8), dim=-1), "k": F.normalize(rand(3, 1, 2, 8) + 1, dim=-1)}
+    inputs |= {"v": rand(3, 1, 2, 5), "decay": -rand(3, 1, 2, 8).abs(), "beta": rand(3, 1, 2).sigmoid()}
+    inputs |= {"memory": rand(6, 2, 5, 8), "slots": ints(4, 2, 5), "bias": None, "log_rate": None}
+    ran = one_node(build, "KdaStep", inputs, "o memory", {"scale": 0.5}, ("memory",)).run()
+    v = {n: t.double() if t.is_floating_point() else t for n, t in build.values.items()}
+    o, memory = ops.kda_step(*v.values(), 0.5)
+    torch.testing.assert_close(ran.outputs[0], o, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["memory"], memory, rtol=1e-12, atol=1e-12)
+
+
 def rows(slots, lengths, counts):
     return {"slots": ints(*slots), "lengths": ints(*lengths, dtype=I64), "counts": ints(*counts, dtype=I64)}
 
