@@ -137,10 +137,12 @@ def _enough_layers(config: ModelConfig) -> int:
 def _divide(text: dict[str, Any], ways: int) -> None:
     """More heads and channels where they do not divide over `ways`; the vocabulary and the experts stay as they are."""
     linear = text.get("linear_attn_config", {})
-    places = [(text, "num_attention_heads"), (text, "num_key_value_heads"), (linear, "num_heads")]
-    for where, key in [*places, (text, "intermediate_size"), (text, "moe_intermediate_size")]:
-        if where.get(key) is not None:
-            where[key] = ways * math.ceil(where[key] / ways)
+    heads = [(text, "num_attention_heads"), (text, "num_key_value_heads"), (linear, "num_heads")]
+    channels = [(text, "intermediate_size"), (text, "moe_intermediate_size")]
+    for step, places in ((ways, heads), (1 if ways == 1 else math.lcm(ways, 64), channels)):
+        for where, key in places:
+            if where.get(key) is not None:
+                where[key] = step * math.ceil(where[key] / step)
 
 
 # Parts of a config.json, made smaller.

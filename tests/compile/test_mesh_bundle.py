@@ -137,6 +137,11 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_is_traced(compile_smal
         compile_small(None, mesh=None if mesh is None else Mesh.parse(mesh), **options)
 
 
+def test_of_sizes_that_were_chosen_no_other_mesh_is_proposed(compile_small):
+    with pytest.raises(ShardingError, match=r"token=1 does not divide over 2 .* Nearest: 2$"):
+        compile_small(None, mesh=Mesh.parse("tp=2"), exchange=True, batch=1, phases=("decode",))
+
+
 def test_a_chunk_that_the_queries_of_an_indexer_do_not_divide_is_refused(monkeypatch):
     from tests.compile.family import small_model
 
