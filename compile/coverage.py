@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import kimi_graph.ops
+from kimi_graph.checkpoint import released_formats
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import CompileError
+from kimi_graph.models.decoder import model_specs
 from kimi_graph.parallel import Mesh, Rules
 
 from .checks import Claims, operators_hold
@@ -23,13 +25,14 @@ from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, GraphDef
 from .limits import LIMITS, Met, Use
 from .lower import Choice
-from .meshes import default_chunk, rules_on
+from .meshes import arranged, default_chunk
 from .packages import Needed, folder_of, packages_of
 from .phases import Bucket, uses
 from .prototype_rows import ROWS
 from .prototypes import SHORT, Port, Prototype, Prototypes
 from .stamp import Piece
-from .torchair_host import Host
+from .targets import Target
+from .torchair_host import Host, load
 from .view import Node, View, view
 
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
@@ -122,8 +125,9 @@ class Coverage:
         return self._markdown() if self.markdown else self._plain()
 
     def _plain(self) -> str:
-        t = self.request.target
-        lines = [f"asked: {', '.join(t.providers)}"]
+        r = self.request
+        sizes = f"sequences {r.rows}, chunk {r.chunk}, max-len {r.max_len:,}, page {r.page}"
+        lines = [f"asked: {', '.join(r.target.providers)}; {sizes}"]
         for phase in dict.fromkeys(row.phase for row in (*self.served, *self.unserved)):
             for part in dict.fromkeys(row.part for row in (*self.served, *self.unserved) if row.phase == phase):
                 rows = [row for row in self.served if (row.phase, row.part) == (phase, part)]
@@ -229,18 +233,28 @@ def _short(dtype: int) -> str:
 
 
 def request_of(
-    config: ModelConfig, *, target: Any, mesh: Mesh | None = None, phases: tuple[str, ...] | None = None
+    config: ModelConfig,
+    *,
+    target: Target,
+    mesh: Mesh | None = None,
+    phases: tuple[str, ...] | None = None,
+    batch: int | None = None,
+    redundant_experts: int = 0,
+    moe_chunks: int = 1,
+    **choices: Any,
 ) -> Request:
-    """What `compile` would be asked for, with its default sizes."""
+    """What `compile` would be asked for, with its default sizes. `choices`: other fields of `Request`."""
     length = min(Request.max_len, config.max_len)
     return Request(
-        config=config,
+        config=arranged(config, redundant_experts, moe_chunks),
         target=target,
         phases=legal_phases(config) if phases is None else phases,
-        rows=1 if mesh is None else mesh.data,
+        rows=batch or (1 if mesh is None else mesh.data),
         chunk=default_chunk(min(Request.chunk, length), mesh),
         max_len=length,
         mesh=mesh,
+        stored=released_formats(config, model_specs(config)),
+        **choices,
     )
 
 
@@ -255,7 +269,7 @@ def cover(request: Request, host: Host, *, markdown: bool = False) -> Coverage:
     served: list[Served] = []
     unserved: list[Unserved] = []
     for b in request.buckets():
-        rules = None if request.mesh is None else rules_on(request.config, request.mesh, b.phase)
+        rules = None if request.layout is None else request.layout.rules(b.phase)
         for part, piece in _pieces(request, b, host, prototypes, rules):
             if isinstance(piece, str):
                 unserved.append(Unserved(phase=b.phase, part=part, why=piece))
@@ -370,17 +384,7 @@ def _merged(rows: Iterable[Served]) -> Iterator[Served]:
 
 
 def cover_model(
-    config: ModelConfig,
-    *,
-    target: Any,
-    mesh: Mesh | None,
-    phases: tuple[str, ...] | None,
-    markdown: bool,
-    torch_npu_wheel: Path | None,
-    cache_dir: Path | None,
+    config: ModelConfig, *, markdown: bool, torch_npu_wheel: Path | None, cache_dir: Path | None, **choices: Any
 ) -> Coverage:
-    """`cover` as the command line asks for it."""
-    from .torchair_host import load
-
-    request = request_of(config, target=target, mesh=mesh, phases=phases)
-    return cover(request, load(torch_npu_wheel, cache=cache_dir), markdown=markdown)
+    """`cover` as the command line asks for it. `choices`: see `request_of`."""
+    return cover(request_of(config, **choices), load(torch_npu_wheel, cache=cache_dir), markdown=markdown)

@@ -24,6 +24,7 @@ from .executor.node import attrs_of
 from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
 from .manifest import check_claims, is_weight, target_of
 from .order import COLLECTIVE, order_collectives
+from .places import group_of
 from .prototypes import Prototypes
 from .verify import bundle_config
 
@@ -157,7 +158,7 @@ def _groups(files: Files) -> str:
     named = 0
     for entry in files.graphs:
         for op in _issued(files.models[entry["name"]]):
-            name = get_attr(op, "group")
+            name = group_of(op)
             if name not in files.groups:
                 raise BundleError(f"{entry['name']}: {op.name}: group {name!r} is not in the manifest.")
             own = files.ranks(entry["stage"])

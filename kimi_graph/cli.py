@@ -288,6 +288,41 @@ Wheel = Annotated[
 Cache = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
 ]
+Pad = Annotated[bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")]
+Exchange = Annotated[
+    bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
+]
+RedundantExperts = Annotated[
+    int, typer.Option("--redundant-experts", metavar="N", min=0, help="Copies of busy experts, in each layer.")
+]
+MoeChunks = Annotated[
+    int, typer.Option("--moe-chunks", metavar="N", min=1, help="Parts in which --exchange sends rows.")
+]
+SplitCache = Annotated[
+    bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
+]
+
+
+WeightsFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="F",
+        callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+        help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
+    ),
+]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(KV_DTYPES),
+        callback=_one_of(KV_DTYPES, "dtype of caches"),
+        help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
+]
 
 
 @contextlib.contextmanager
@@ -317,14 +352,16 @@ def compile(  # noqa: A001 (the command's name)
         str | None,
         typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
     ] = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
     phase: Annotated[
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
-    ] = None,
+    batch: Batch = None,
     chunk: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: chosen and printed.")
     ] = None,
@@ -352,22 +389,8 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
-    weights_format: Annotated[
-        str,
-        typer.Option(
-            metavar="F",
-            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
-            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
-        ),
-    ] = "bf16",
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(KV_DTYPES),
-            callback=_one_of(KV_DTYPES, "dtype of caches"),
-            help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
-        ),
-    ] = "bf16",
+    weights_format: WeightsFormat = "bf16",
+    kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
@@ -406,6 +429,11 @@ def compile(  # noqa: A001 (the command's name)
             weights_format=weights_format,
             kv_dtype=kv_dtype,
             mesh=None if mesh is None else Mesh.parse(mesh),
+            pad=pad,
+            exchange=exchange,
+            redundant_experts=redundant_experts,
+            moe_chunks=moe_chunks,
+            split_cache=split_cache,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,
@@ -429,21 +457,11 @@ def shard(
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="List the meshes of N devices that are legal.")
     ] = None,
-    pad: Annotated[
-        bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")
-    ] = False,
-    exchange: Annotated[
-        bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
-    ] = False,
-    redundant_experts: Annotated[
-        int, typer.Option("--redundant-experts", metavar="N", min=0, help="Copies of busy experts, in each layer.")
-    ] = 0,
-    moe_chunks: Annotated[
-        int, typer.Option("--moe-chunks", metavar="N", min=1, help="Parts in which --exchange sends rows.")
-    ] = 1,
-    split_cache: Annotated[
-        bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
-    ] = False,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
     target: Annotated[
         str, typer.Option(metavar="NAME", help=f"Whose links and memory it is held against: {TARGETS}.")
     ] = "a3",
@@ -509,6 +527,14 @@ def ops(
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Of which graphs. Default: all."),
     ] = None,
+    batch: Batch = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
+    weights_format: WeightsFormat = "bf16",
+    kv_dtype: KvDtype = "bf16",
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a release note.")] = False,
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
@@ -537,6 +563,14 @@ def ops(
             target=profile,
             mesh=None if mesh is None else Mesh.parse(mesh),
             phases=None if phase is None else _split(phase),
+            batch=batch,
+            pad=pad,
+            exchange=exchange,
+            redundant_experts=redundant_experts,
+            moe_chunks=moe_chunks,
+            split_cache=split_cache,
+            weights_format=weights_format,
+            kv_dtype=kv_dtype,
             markdown=markdown,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
@@ -588,6 +622,7 @@ def fixture(
     quantised: Annotated[
         bool, typer.Option("--quantised", help="Quantise what is released quantised. Default: all weights are plain.")
     ] = False,
+    tp: Annotated[int, typer.Option(metavar="N", min=1, help="Heads and channels divide over N ranks.")] = 1,
 ) -> None:
     """Make a small checkpoint of a model's kind. It has the released tensor names, dtypes and head sizes, few layers
     and random weights: real input for every other command.
@@ -598,7 +633,9 @@ def fixture(
     started = time.perf_counter()
     from kimi_graph.fixture import make_fixture
 
-    made = make_fixture(_load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised)
+    made = make_fixture(
+        _load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised, ways=tp
+    )
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
     _close(f"fixture of {model}: {shape}", started, out)
 

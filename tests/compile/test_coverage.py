@@ -103,6 +103,16 @@ def test_limits_are_those_of_a_rank_of_the_mesh(covered, tp, local, padded):
     assert bool(between) == (tp > 1) and all(t.startswith("Hcom") for r in between for t, _ in r.types)
 
 
+def test_what_compile_can_be_told_changes_the_operators_here_too(host):
+    config, profile = small_model("glm-5.2"), target("950dt")
+    told = {"mesh": Mesh.parse("tp=2"), "exchange": True, "batch": 4, "kv_dtype": "fp8"}
+    found = cover(request_of(config, target=profile, phases=("decode",), **told), host)
+    types = {t for r in found.served for t, _ in r.types}
+    assert {"QuantLightningIndexer", "KvQuantSparseFlashAttention"} <= types and found.passed
+    sent = row(found, "moe", "rows to experts of other ranks")
+    assert "MoeDistributeDispatchV2" in sent.operators + sent.reason
+
+
 def test_a_mesh_that_does_not_divide_is_refused_before_anything_is_traced(host):
     request = request_of(load_config("kimi-k3.1-pro"), target=target("a3"), mesh=Mesh.parse("tp=7"))
     with pytest.raises(ShardingError, match="heads=96 does not divide over 7"):
