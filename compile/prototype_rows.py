@@ -706,4 +706,5 @@ OWN = [
     ),
 ]
 
-ROWS = {row.type: row for row in [*STRUCTURE, *BASIC, *FUSED, *VLLM_ASCEND, *OWN]}
+EVERYTHING = [*STRUCTURE, *BASIC, *FUSED, *VLLM_ASCEND, *OWN]
+ROWS = {row.type: row for row in EVERYTHING}

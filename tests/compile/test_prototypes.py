@@ -1,10 +1,11 @@
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from kimi_graph.compile.executor.registry import PROVENANCES, SEMANTICS
 from kimi_graph.compile.ge_proto import Dtype
-from kimi_graph.compile.prototype_rows import ROWS
+from kimi_graph.compile.prototype_rows import EVERYTHING, ROWS
 from kimi_graph.compile.prototypes import IN_PLACE, SHORT, Prototypes, dtypes, find, parse_registration, read_helper
 from kimi_graph.compile.torchair_host import Host
 
@@ -77,6 +78,11 @@ def test_a_complete_row_is_a_prototype_without_torchair(name):
     assert all(port.dtypes for port in p.inputs + p.outputs)
     known = {port.name for port in p.inputs + p.outputs}
     assert {name for group in p.same for name in group} <= known
+
+
+def test_no_two_providers_have_an_operator_of_one_name():
+    """GE would take the one whose package comes first, for both."""
+    assert [name for name, n in Counter(row.type for row in EVERYTHING).items() if n > 1] == []
 
 
 def test_how_an_operator_is_known_to_work_on_a_device_goes_by_who_provides_it():
