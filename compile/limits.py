@@ -1118,6 +1118,12 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from within("the number of channels", channels, legal, "a multiple of 16 from 64 to 16,384")
 
 
+@limit("SituMul")
+def _(use: Use) -> Iterator[Fault | Met]:
+    yield from expect("up", use.shape("up"), use.shape("gate"))
+    yield from expect("y", use.made("y"), use.shape("gate"))
+
+
 @limit("GatedRmsNorm")
 def _(use: Use) -> Iterator[Fault | Met]:
     x, weight = use.shape("x"), use.shape("weight")

@@ -656,6 +656,15 @@ _REAL = "F32/F16/BF16"
 
 OWN = [
     Row(
+        type="SituMul",
+        ins=f"gate up: {_REAL}",
+        outs=f"y: {_REAL}",
+        attrs="beta: Float; linear_beta: Float",
+        same="gate up y",
+        provider="own",
+        source="the reference situ_mul",
+    ),
+    Row(
         type="KdaStep",
         ins=f"q k v decay beta: {_REAL}; memory: F32; slots: I32; bias? log_rate?: F32",
         outs=f"o: {_REAL}; memory: F32",

@@ -18,7 +18,7 @@ CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 mem
 # the same out of CANN's basic operators.
 PROVIDERS = ("builtin", "vllm-ascend", "own", "composed")
 # By default offers are asked as an operator's file lists them. CANN's first: nothing is to be installed. Ours before
-# compositions, as one kernel reads and writes everything once, but for KDA's step, whose composition was there before.
+# compositions, as one kernel reads and writes everything once, but where the composition was there before it.
 # What is left out needs somebody else's package, which has to be built and installed: only who deploys can say so.
 PROVIDERS_DEFAULT = ("builtin", "own", "composed")
 

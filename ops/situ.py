@@ -38,11 +38,14 @@ def _(ge, *args):
 
 
 def _split(ge, x, beta, linear_beta):
+    return _composed(ge, *_parts(ge, x), beta, linear_beta)
+
+
+def _parts(ge, x):
     width = ge.shape(x)[-1] // 2
     dim = ge.const(len(ge.shape(x)) - 1, torch.int64)
     parts = ge.SplitV(x, ge.const([width, width], torch.int64), dim, num_split=2)
-    gate, up = (ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts)
-    return _composed(ge, gate, up, beta, linear_beta)
+    return [ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts]
 
 
 def _fused(ge, x, beta, linear_beta):
@@ -81,12 +84,20 @@ def _joined(ge, gate, up, beta, linear_beta):
     return _fused(ge, ge.concat([gate, up], len(ge.shape(gate)) - 1), beta, linear_beta)
 
 
-_WHY = "one operator", "element functions in float32"
-HALVES = (
-    Offer("builtin", "SituGlu", _fused, _WHY[0]),
-    Offer("composed", "Tanh, Sigmoid, Mul", _split, _WHY[1]),
-)
-PAIRS = (
-    Offer("builtin", "SituGlu", _joined, _WHY[0]),
-    Offer("composed", "Tanh, Sigmoid, Mul", _composed, _WHY[1]),
-)
+def _own(ge, gate, up, beta, linear_beta):
+    return ge.own("SituMul", {"gate": gate, "up": up}, ["y"], {"beta": beta, "linear_beta": linear_beta})
+
+
+def _own_split(ge, x, beta, linear_beta):
+    return _own(ge, *_parts(ge, x), beta, linear_beta)
+
+
+_WHY = {"SituGlu": "one operator", "Tanh, Sigmoid, Mul": "element functions in float32", "SituMul": "one kernel"}
+
+
+def _offers(builtin, composed, own) -> tuple[Offer, ...]:
+    makes = (("builtin", builtin), ("composed", composed), ("own", own))
+    return tuple(Offer(p, name, make, why) for (p, make), (name, why) in zip(makes, _WHY.items(), strict=True))
+
+
+HALVES, PAIRS = _offers(_fused, _split, _own_split), _offers(_joined, _composed, _own)

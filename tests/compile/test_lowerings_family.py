@@ -318,6 +318,16 @@ def test_situ_is_one_operator_from_cann_9_2_on(host):
     assert old.choices["SiTU"].reason == f"element functions in float32; {why}"
 
 
+@pytest.mark.parametrize("name, types", [("situ", ["SplitV", "SituMul"]), ("situ_mul", ["SituMul"])])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_situ_by_a_kernel_of_ours_where_it_is_asked_first(host, name, types, mode, tolerance):
+    case = CASES[name]
+    lowered = lower(host, case, ("a3", "9.2"), ("own", "builtin"))
+    assert lowered.types == types
+    wide = {n: x.double() if mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
 def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
     assert "RecurrentGatedDeltaRule" in nodes(host, "kda_step", "a3", "9.2")
     made = lower(host, CASES["kda_step"], ("a3", "9.1"))

@@ -1,14 +1,17 @@
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import kimi_graph.ops
 from kimi_graph.compile.executor.registry import PROVENANCES, SEMANTICS
 from kimi_graph.compile.ge_proto import Dtype
 from kimi_graph.compile.prototype_rows import EVERYTHING, ROWS
 from kimi_graph.compile.prototypes import IN_PLACE, SHORT, Prototypes, dtypes, find, parse_registration, read_helper
 from kimi_graph.compile.torchair_host import Host
 
+KERNELS = sorted((Path(kimi_graph.ops.__file__).parent / "kernels").glob("*/op_graph/*_proto.h"))
 COMPLETE = sorted(name for name, row in ROWS.items() if row.ins is not None)
 BASIC = sorted(ROWS.keys() - set(COMPLETE))
 
@@ -78,6 +81,17 @@ def test_a_complete_row_is_a_prototype_without_torchair(name):
     assert all(port.dtypes for port in p.inputs + p.outputs)
     known = {port.name for port in p.inputs + p.outputs}
     assert {name for group in p.same for name in group} <= known
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.parent.parent.name)
+def test_a_kernel_of_ours_registers_what_the_table_says(path):
+    """Names, order, dtypes and attributes; a float written as `-1.0f` is -1.0."""
+    text = path.read_text()
+    name = re.search(r"REG_OP\((\w+)\)", text)[1]
+    made, row = parse_registration(name, text), find(name)
+    assert ROWS[name].provider == "own"
+    assert (made.inputs, made.outputs) == (row.inputs, row.outputs)
+    assert made.attributes == row.attributes
 
 
 def test_no_two_providers_have_an_operator_of_one_name():
@@ -203,8 +217,8 @@ DIFFERENCES = {
 }
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
-    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "CausalConv1d",
-    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu",
+    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
+    "CausalConv1d", "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu",
     "SparseFlashAttention",
 }  # fmt: skip
 
@@ -238,8 +252,6 @@ def test_a_complete_row_agrees_with_the_helper_but_for_listed_differences(torcha
 
 def test_every_helper_of_the_wheel_can_be_read(torchair):
     """Some 1,700 registrations: each has at least a port, and attributes of known types."""
-    import re
-
     from kimi_graph.compile.prototypes import FIELDS, _helper_sources
 
     found = {m for source in _helper_sources(torchair) for m in re.findall(r"\ndef ([A-Z]\w+)\(", source)}

@@ -24,6 +24,20 @@ def gated_rms_norm(op: Op, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 @ge_op(
+    "SituMul",
+    provenance="own reading",
+    source="our operator: beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), float32 inside, rounded once",
+)
+def situ_mul(op: Op, gate: Tensor, up: Tensor) -> Tensor:
+    op.same_dtype(gate, up)
+    op.require(gate.shape == up.shape, f"gate {list(gate.shape)}, up {list(up.shape)}")
+    beta, linear = op.need("beta", float), op.need("linear_beta", float)
+    g, u = at_least_f32(gate), at_least_f32(up)
+    left = beta * torch.tanh(g / beta) / (1 + torch.exp(-g))
+    return (left * (linear * torch.tanh(u / linear))).to(gate.dtype)
+
+
+@ge_op(
     "ShortConv",
     provenance="own reading",
     source="our operator: silu of a causal depthwise convolution, oldest tap first, the last W - 1 real inputs kept; "
