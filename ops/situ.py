@@ -38,7 +38,8 @@ def _(ge, *args):
 
 
 def _split(ge, x, beta, linear_beta):
-    return _composed(ge, *_parts(ge, x), beta, linear_beta)
+    gate, up = _parts(ge, x)
+    return _composed(ge, gate, up, beta, linear_beta)
 
 
 def _parts(ge, x):
@@ -89,15 +90,16 @@ def _own(ge, gate, up, beta, linear_beta):
 
 
 def _own_split(ge, x, beta, linear_beta):
-    return _own(ge, *_parts(ge, x), beta, linear_beta)
-
-
-_WHY = {"SituGlu": "one operator", "Tanh, Sigmoid, Mul": "element functions in float32", "SituMul": "one kernel"}
+    gate, up = _parts(ge, x)
+    return _own(ge, gate, up, beta, linear_beta)
 
 
 def _offers(builtin, composed, own) -> tuple[Offer, ...]:
-    makes = (("builtin", builtin), ("composed", composed), ("own", own))
-    return tuple(Offer(p, name, make, why) for (p, make), (name, why) in zip(makes, _WHY.items(), strict=True))
+    return (
+        Offer("builtin", "SituGlu", builtin, "one operator"),
+        Offer("composed", "Tanh, Sigmoid, Mul", composed, "element functions in float32"),
+        Offer("own", "SituMul", own, "one kernel"),
+    )
 
 
 HALVES, PAIRS = _offers(_fused, _split, _own_split), _offers(_joined, _composed, _own)
