@@ -1,0 +1,156 @@
+"""KDA on several devices that share out the new tokens: what goes on from one stretch of a sequence to the next.
+
+Each device has a stretch of N tokens of every row. To its first tokens the short convolutions need the last few inputs
+of the stretch before, and its scan needs the memory that all stretches before leave. One graph serves all devices, so
+none can wait for another's result: a scan in turn would be W scans on each. But a token maps the memory S `[V, K]` to
+S diag(d) (I - beta k k^T) + beta v k^T, so a stretch maps it to S A + B, and what it reads with a query is a query's
+image A_t q_t, read from S, beside what it reads of B. One scan of N tokens with K more value channels, from the identity
+and without values of their own, gives A and every A_t q_t beside B. All devices get each other's A and B, and find the
+memory before their stretch by W - 1 small products. A's factors are no larger than 1, so nothing grows.
+
+Axes: B sequences, N tokens of a stretch, H heads, K key, V value, J = K + V, C key or value, U conv width - 1, S slots,
+W devices.
+Source: for the memory's recurrence Kimi Linear (arXiv:2510.26692), section 3.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kimi_graph import ops
+from kimi_graph.ops import at_least_f32, contract
+from kimi_graph.parallel import shard_map
+from kimi_graph.parallel.annotate import all_gather, own_index, own_slice
+
+Rows = tuple[Tensor, Tensor, Tensor]  # slots, lengths, counts: `[B]` each, see `Batch`
+
+TOKENS, WEIGHT, STATE = ("batch", "queries", "heads", None), ("heads", None, None), ("slots", "heads", None, None)
+ROWS = (("batch",),) * 3
+
+
+def short_convs(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], windows: Sequence[Tensor], rows: Rows
+) -> list[tuple[Tensor, Tensor]]:
+    """`ops.short_conv` of several inputs, on stretches of tokens.
+
+    Args:
+        inputs: `[B, T, H, C]` each. weights: `[H, C, U + 1]`. windows: `[S, H, C, U]`.
+
+    Returns:
+        of each input the result and the next windows.
+    """
+    many = len(inputs)
+    given = (*[TOKENS] * many, *[WEIGHT] * many, *[STATE] * many, *ROWS)
+    made = shard_map(_convolve, given, (*[TOKENS] * many, *[STATE] * many))(*inputs, *weights, *windows, *rows)
+    return list(zip(made[:many], made[many:], strict=True))
+
+
+def kda_chunk(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, rows: Rows, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`ops.kda_chunk` on stretches of tokens."""
+    given = (TOKENS, TOKENS, TOKENS, TOKENS, TOKENS[:3], STATE, *ROWS)
+    run = shard_map(functools.partial(_scan, scale=scale), given, (TOKENS, STATE))
+    return run(q, k, v, decay, beta, memory, *rows)
+
+
+# ---- bodies of a shard_map -------------------------------------------------------------------------------------------
+
+
+def _convolve(*given: Tensor) -> tuple[Tensor, ...]:
+    *values, slots, lengths, counts = given
+    many = len(values) // 3
+    inputs, weights, windows = values[:many], values[many : 2 * many], values[2 * many :]
+    tokens, sizes = inputs[0].shape[1], [x[0, 0].numel() for x in inputs]
+    first, own = _own_tokens(inputs[0], counts)
+    old_BUX = torch.cat([_kept(w, slots, lengths, counts).permute(0, 3, 1, 2).flatten(2) for w in windows], 2)
+    last_BUX = torch.cat([_last_rows(x, own, old_BUX.shape[1]) for x in inputs], 2)
+    old_BUX = old_BUX.to(last_BUX.dtype)
+    kept_BUX = torch.cat([old_BUX[None], all_gather(last_BUX[None], "queries", 0)])  # [1 + W, B, U, X]
+    before = _window(kept_BUX, torch.minimum(first, counts), counts, tokens).split(sizes, 2)
+    after = _window(kept_BUX, counts, counts, tokens).split(sizes, 2)
+    here, outs, ends = _here(own), [], []
+    for x, weight, window, start, end in zip(inputs, weights, windows, before, after, strict=True):
+        start, end = (y.unflatten(2, window.shape[1:3]).permute(0, 2, 3, 1) for y in (start, end))
+        outs.append(ops.short_conv(x, weight, start, *here)[0])
+        ends.append(ops.state_write(end, window, slots))
+    return (*outs, *ends)
+
+
+def _scan(
+    q_BNHK: Tensor,
+    k_BNHK: Tensor,
+    v_BNHV: Tensor,
+    decay_BNHK: Tensor,
+    beta_BNH: Tensor,
+    memory: Tensor,
+    slots: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    key, value = q_BNHK.shape[3], v_BNHV.shape[3]
+    first, own = _own_tokens(q_BNHK, counts)
+    old_BHVK = _kept(memory, slots, lengths, counts)
+    # The first device knows its memory, and starts from that; the others from the identity, and zeros below it.
+    identity_JK = torch.eye(key + value, key, dtype=memory.dtype, device=memory.device)
+    start_BHJK = torch.where(first == 0, F.pad(old_BHVK, (0, 0, key, 0)), identity_JK)
+    v_BNHJ = F.pad(v_BNHV, (key, 0))
+    o_BNHJ, end_BHJK = ops.kda_chunk(q_BNHK, k_BNHK, v_BNHJ, decay_BNHK, beta_BNH, start_BHJK, *_here(own), scale)
+    ends_WBHJK = all_gather(end_BHJK[None], "queries", 0)
+
+    before = [old_BHVK]  # of every stretch; the first one reads nothing of it, its images of queries are zeros
+    for i, end_BHJK in enumerate(ends_WBHJK.unbind(0)):
+        a_BHKL, b_BHVK = end_BHJK[:, :, :key], end_BHJK[:, :, key:]
+        before.append(b_BHVK if i == 0 else contract("bhvk,bhkl->bhvl", before[-1], a_BHKL) + b_BHVK)
+    *before, after_BHVK = before
+    own_BHVK = own_slice(torch.stack(before), "queries", 0)[0]
+    image_BNHK, o_BNHV = o_BNHJ[..., :key], o_BNHJ[..., key:]
+    o_BNHV = at_least_f32(o_BNHV) + contract("bnhk,bhvk->bnhv", at_least_f32(image_BNHK), own_BHVK)
+    return o_BNHV.to(v_BNHV.dtype), ops.state_write(after_BHVK, memory, slots)
+
+
+def _own_tokens(x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """New tokens of a row before this device's stretch `[1]`, and how many real ones are in it `[B]`."""
+    first = own_index(x, "queries", x.shape[1])
+    return first, (counts - first).clamp(0, x.shape[1])
+
+
+def _here(own: Tensor) -> Rows:
+    """Rows that all go on, each in the slot of its number: of a state that is this step's alone."""
+    return torch.arange(len(own), dtype=torch.int32, device=own.device), own + 1, own
+
+
+def _kept(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    """The rows' slots of a state, zeros where a sequence starts."""
+    starts = (lengths <= counts)[:, None, None, None]
+    return torch.where(starts, 0.0, state.index_select(0, slots))
+
+
+def _last_rows(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
+    """The last real inputs of a stretch, `[B, U, H * C]`; where it has fewer, what is before those is not to be read."""
+    rows, tokens = x_BNHC.shape[:2]
+    at_BU = (own[:, None] + torch.arange(-width, 0, device=own.device)).clamp(min=0)
+    at_BU = at_BU + torch.arange(0, rows * tokens, tokens, device=own.device)[:, None]
+    return F.embedding(at_BU, x_BNHC.flatten(2).flatten(0, 1))
+
+
+def _window(kept_BUX: Tensor, at: Tensor, counts: Tensor, tokens: int) -> Tensor:
+    """The U inputs before some new token of each row, `[B, U, X]`.
+
+    Args:
+        kept_BUX: `[1 + W, B, U, X]`, the window before the step, and the last inputs of each stretch.
+        at: `[B]`, 0 up to `counts`. tokens: of a stretch.
+    """
+    _, rows, width, _ = kept_BUX.shape
+    at_BU = at[:, None] + torch.arange(-width, 0, device=at.device)
+    source_BU = (at_BU + tokens).clamp(min=0) // tokens
+    first_BU = (source_BU - 1) * tokens  # the window before the step is the end of a stretch before the first
+    held_BU = (counts[:, None] - first_BU).clamp(max=tokens)
+    row = torch.arange(rows, device=at.device)[:, None]
+    place_BU = (source_BU * rows + row) * width + at_BU - first_BU - held_BU + width
+    return F.embedding(place_BU, kept_BUX.flatten(0, 2))
