@@ -1,12 +1,14 @@
 """KDA on several devices that share out the new tokens: what goes on from one stretch of a sequence to the next.
 
-Each device has a stretch of N tokens of every row. To its first tokens the short convolutions need the last few inputs
-of the stretch before, and its scan needs the memory that all stretches before leave. One graph serves all devices, so
-none can wait for another's result: a scan in turn would be W scans on each. But a token maps the memory S `[V, K]` to
-S diag(d) (I - beta k k^T) + beta v k^T, so a stretch maps it to S A + B, and what it reads with a query is a query's
-image A_t q_t, read from S, beside what it reads of B. One scan of N tokens with K more value channels, from the identity
-and without values of their own, gives A and every A_t q_t beside B. All devices get each other's A and B, and find the
-memory before their stretch by W - 1 small products. A's factors are no larger than 1, so nothing grows.
+Each device has a stretch of N tokens of every row. Before its first token the short convolutions need the last few
+inputs of the stretch before, and the scan needs the memory that all stretches before it leave. One graph serves all
+devices, so none can wait for another's result: scans in turn would be W scans on each.
+
+But a token takes a memory S `[V, K]` to S diag(exp(decay)) (I - beta k k^T) + beta v k^T, so a stretch takes it to
+S A + B, and a query q of its t-th token reads S A_t q + B_t q. A scan from the identity and without values gives A and
+all A_t q, one from zeros with the values B and all B_t q. Both are one, with K more value channels. Devices gather each
+other's A and B and compose them: W - 1 small products give the memory before every stretch. No factor of A is larger
+than 1, so nothing grows.
 
 Axes: B sequences, N tokens of a stretch, H heads, K key, V value, J = K + V, C key or value, U conv width - 1, S slots,
 W devices.
@@ -132,7 +134,7 @@ def _kept(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tens
 
 
 def _last_rows(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
-    """The last real inputs of a stretch, `[B, U, H * C]`; where it has fewer, what is before those is not to be read."""
+    """The last U real inputs of a stretch, `[B, U, H * C]`; where it has fewer, the first of these mean nothing."""
     rows, tokens = x_BNHC.shape[:2]
     at_BU = (own[:, None] + torch.arange(-width, 0, device=own.device)).clamp(min=0)
     at_BU = at_BU + torch.arange(0, rows * tokens, tokens, device=own.device)[:, None]

@@ -46,7 +46,8 @@ def own_stretch(x_BTD: Tensor) -> Tensor:
     if tokens % count:
         near = " or ".join(f"{n:,}" for n in (tokens // count * count, -(-tokens // count) * count) if n)
         raise ShardingError(
-            f"{tokens:,} new tokens of a row do not divide over the {count} devices that share them out; nearest: {near}."
+            f"{tokens:,} new tokens of a row do not divide over the {count} devices that share them out; "
+            f"nearest: {near}."
         )
     return constrain(x_BTD, "batch", "queries", None)
 
