@@ -68,15 +68,14 @@ def _convolve(*given: Tensor) -> tuple[Tensor, ...]:
     inputs, weights, windows = values[:many], values[many : 2 * many], values[2 * many :]
     tokens, sizes = inputs[0].shape[1], [x[0, 0].numel() for x in inputs]
     first, own = _own_tokens(inputs[0], counts)
-    old_BUX = torch.cat([_kept(w, slots, lengths, counts).permute(0, 3, 1, 2).flatten(2) for w in windows], 2)
-    last_BUX = torch.cat([_last_rows(x, own, old_BUX.shape[1]) for x in inputs], 2)
-    old_BUX = old_BUX.to(last_BUX.dtype)
-    kept_BUX = torch.cat([old_BUX[None], all_gather(last_BUX[None], "queries", 0)])  # [1 + W, B, U, X]
-    before = _window(kept_BUX, torch.minimum(first, counts), counts, tokens).split(sizes, 2)
-    after = _window(kept_BUX, counts, counts, tokens).split(sizes, 2)
+    old_UBX = torch.cat([_kept(w, slots, lengths, counts).permute(3, 0, 1, 2).flatten(2) for w in windows], 2)
+    last_UBX = torch.cat([_last_inputs(x, own, len(old_UBX)) for x in inputs], 2)
+    known = torch.cat([old_UBX.to(last_UBX.dtype)[None], all_gather(last_UBX[None], "queries", 0)])
+    before = _window(known, torch.minimum(first, counts), counts, tokens).split(sizes, 2)
+    after = _window(known, counts, counts, tokens).split(sizes, 2)
     here, outs, ends = _here(own), [], []
     for x, weight, window, start, end in zip(inputs, weights, windows, before, after, strict=True):
-        start, end = (y.unflatten(2, window.shape[1:3]).permute(0, 2, 3, 1) for y in (start, end))
+        start, end = (y.unflatten(2, window.shape[1:3]).permute(1, 2, 3, 0) for y in (start, end))
         outs.append(ops.short_conv(x, weight, start, *here)[0])
         ends.append(ops.state_write(end, window, slots))
     return (*outs, *ends)
@@ -133,26 +132,29 @@ def _kept(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tens
     return torch.where(starts, 0.0, state.index_select(0, slots))
 
 
-def _last_rows(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
-    """The last U real inputs of a stretch, `[B, U, H * C]`; where it has fewer, the first of these mean nothing."""
+def _last_inputs(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
+    """The last U real inputs of a stretch, `[U, B, H * C]`; where it has fewer, the first of these mean nothing."""
     rows, tokens = x_BNHC.shape[:2]
-    at_BU = (own[:, None] + torch.arange(-width, 0, device=own.device)).clamp(min=0)
-    at_BU = at_BU + torch.arange(0, rows * tokens, tokens, device=own.device)[:, None]
-    return F.embedding(at_BU, x_BNHC.flatten(2).flatten(0, 1))
+    at_UB = _before(own, width).clamp(min=0) + torch.arange(0, rows * tokens, tokens, device=own.device)
+    return F.embedding(at_UB, x_BNHC.flatten(2).flatten(0, 1))
 
 
-def _window(kept_BUX: Tensor, at: Tensor, counts: Tensor, tokens: int) -> Tensor:
-    """The U inputs before some new token of each row, `[B, U, X]`.
+def _window(known: Tensor, at: Tensor, counts: Tensor, tokens: int) -> Tensor:
+    """The U inputs before some new token of each row, `[U, B, X]`.
 
     Args:
-        kept_BUX: `[1 + W, B, U, X]`, the window before the step, and the last inputs of each stretch.
+        known: `[1 + W, U, B, X]`, the window before the step, and the last inputs of each stretch.
         at: `[B]`, 0 up to `counts`. tokens: of a stretch.
     """
-    _, rows, width, _ = kept_BUX.shape
-    at_BU = at[:, None] + torch.arange(-width, 0, device=at.device)
-    source_BU = (at_BU + tokens).clamp(min=0) // tokens
-    first_BU = (source_BU - 1) * tokens  # the window before the step is the end of a stretch before the first
-    held_BU = (counts[:, None] - first_BU).clamp(max=tokens)
-    row = torch.arange(rows, device=at.device)[:, None]
-    place_BU = (source_BU * rows + row) * width + at_BU - first_BU - held_BU + width
-    return F.embedding(place_BU, kept_BUX.flatten(0, 2))
+    width, rows = known.shape[1:3]
+    at_UB = _before(at, width)
+    source_UB = (at_UB + tokens).clamp(min=0) // tokens
+    first_UB = (source_UB - 1) * tokens  # the window before the step is the end of a stretch before the first
+    held_UB = (counts - first_UB).clamp(max=tokens)
+    place_UB = source_UB * width + at_UB - first_UB - held_UB + width
+    return F.embedding(place_UB * rows + torch.arange(rows, device=at.device), known.flatten(0, 2))
+
+
+def _before(at: Tensor, width: int) -> Tensor:
+    """The U places before each of `at`: `[B]` -> `[U, B]`."""
+    return (at[:, None] + torch.arange(-width, 0, device=at.device)).mT

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kimi_graph as kg
 from kimi_graph import layers, ops, tree
-from kimi_graph.compile.sharded import ShardedCapture, capture_on, check
+from kimi_graph.compile.sharded import ShardedCapture, capture_on, check, run
 from kimi_graph.config import KdaConfig
 from kimi_graph.errors import ShardingError
 from kimi_graph.layers import Batch, handover, step_batch
@@ -113,6 +113,30 @@ def test_on_one_device_the_bodies_are_the_operators(size):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-14)  # the same sums, with zeros
 
 
+def test_in_bfloat16_the_memory_is_as_exact_as_without_a_mesh_and_results_nearly():
+    """What is read of the memory before a stretch, and of the stretch, is rounded before both are added."""
+    c = dataclasses.replace(BOUNDED, heads=2, key=32, value=32, gate_rank=8, stored_rates=(2,))
+    _, within = batches(torch.tensor([0, 7]), torch.tensor([128, 100]), 128, 1)
+    specs, state_specs = layers.kda_specs(c, EMBED), layers.kda_state_specs(c, 3, torch.bfloat16)
+    args = {"p": values(specs), "x": torch.randn(2, 128, EMBED), "s": values(state_specs)}
+    axes = {"p": specs, "x": HIDDEN, "s": state_specs, "batch": BATCH_AXES}
+    kinds = {"p": specs, "x": None, "s": state_specs}
+    narrow = tree.map(lambda x, spec: x.to((spec and spec.dtype) or torch.bfloat16), args, kinds) | {"batch": within}
+    wide = tree.map(lambda x: x.double() if x.is_floating_point() else x, narrow)
+
+    def f(p: Any, x: Any, s: Any, batch: Any) -> dict[str, Any]:
+        y, after = layers.kda(p, c, x, s, batch, EPS)
+        return {"y": y, "memory": after.memory}
+
+    want, alone = f(**wide), f(**narrow)
+    out = {"y": HIDDEN, "memory": state_specs.memory}
+    piece = capture_on(rules_of("cp=4"), f, tree.map(lambda x: x.to("meta"), narrow), axes, out)
+    made = run(piece, narrow)
+    error = lambda found, name: (found[name].double() - want[name]).pow(2).mean().sqrt()  # noqa: E731
+    assert error(made, "memory") <= 1.001 * error(alone, "memory")
+    assert error(made, "y") <= 1.1 * error(alone, "y")
+
+
 # ---- noticed ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,7 +166,7 @@ def test_tokens_that_do_not_divide_are_refused_with_the_nearest_numbers():
 def test_only_last_inputs_maps_of_the_memory_and_results_are_gathered(tokens):
     rows, widths = 2 * (tokens + 1), 2 * (2 * KDA.key + KDA.value)  # two heads of a rank
     assert log(kda_on("cp=4,tp=2", tokens)) == [
-        ("all_gather", ("context",), (1, rows, 3, widths)),
+        ("all_gather", ("context",), (1, 3, rows, widths)),
         ("all_gather", ("context",), (1, rows, 2, KDA.key + KDA.value, KDA.key)),
         ("all_reduce", ("tensor",), (rows, tokens // 4, EMBED)),
         ("all_gather", ("context",), (rows, tokens // 4, EMBED)),
