@@ -76,10 +76,16 @@ def without_null_pages(rules: Rules, name: str, x: Tensor) -> Tensor:
     return x.unflatten(0, (rules.ways("pages"), -1))[:, 1:]
 
 
-def batches(c: ModelConfig, b: Bucket, shards: int, ways: int = 1) -> tuple[Batch[Tensor], Batch[Tensor]]:
-    """A batch whose ids count through the pools of all shards, and the same with ids within each."""
+def batches(
+    c: ModelConfig, b: Bucket, shards: int, ways: int = 1, new: tuple[int, ...] = (TOKENS, 7, 0, 9)
+) -> tuple[Batch[Tensor], Batch[Tensor]]:
+    """A batch whose ids count through the pools of all shards, and the same with ids within each.
+
+    Args:
+        new: tokens of each row in a prefill.
+    """
     rows = ROWS // shards
-    counts = STEPS if b.step else torch.tensor([TOKENS, 7, 0, 9])
+    counts = STEPS if b.step else torch.tensor(new)
     table = page_table(rows, ways)
     slots = torch.arange(1, rows + 1, dtype=torch.int32)
     within, through = [], []
