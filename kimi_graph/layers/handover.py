@@ -68,17 +68,18 @@ def _convolve(*given: Tensor) -> tuple[Tensor, ...]:
     inputs, weights, windows = values[:many], values[many : 2 * many], values[2 * many :]
     tokens, sizes = inputs[0].shape[1], [x[0, 0].numel() for x in inputs]
     first, own = _own_tokens(inputs[0], counts)
-    old_UBX = torch.cat([_kept(w, slots, lengths, counts).permute(3, 0, 1, 2).flatten(2) for w in windows], 2)
+    old_BXU = torch.cat([window.index_select(0, slots).flatten(1, 2) for window in windows], 1)
+    old_UBX = torch.where(_starts(lengths, counts, old_BXU), 0.0, old_BXU).permute(2, 0, 1)
     last_UBX = torch.cat([_last_inputs(x, own, len(old_UBX)) for x in inputs], 2)
     known = torch.cat([old_UBX.to(last_UBX.dtype)[None], all_gather(last_UBX[None], "queries", 0)])
-    before = _window(known, torch.minimum(first, counts), counts, tokens).split(sizes, 2)
-    after = _window(known, counts, counts, tokens).split(sizes, 2)
-    here, outs, ends = _here(own), [], []
-    for x, weight, window, start, end in zip(inputs, weights, windows, before, after, strict=True):
+    starts = _window(known, torch.minimum(first, counts), counts, tokens).split(sizes, 2)
+    ends = _window(known, counts, counts, tokens).split(sizes, 2)
+    here, outs, after = _here(own), [], []
+    for x, weight, window, start, end in zip(inputs, weights, windows, starts, ends, strict=True):
         start, end = (y.unflatten(2, window.shape[1:3]).permute(1, 2, 3, 0) for y in (start, end))
         outs.append(ops.short_conv(x, weight, start, *here)[0])
-        ends.append(ops.state_write(end, window, slots))
-    return (*outs, *ends)
+        after.append(ops.state_write(end, window, slots))
+    return (*outs, *after)
 
 
 def _scan(
@@ -96,21 +97,21 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     key, value = q_BNHK.shape[3], v_BNHV.shape[3]
     first, own = _own_tokens(q_BNHK, counts)
-    old_BHVK = _kept(memory, slots, lengths, counts)
+    old_BHVK = memory.index_select(0, slots)
+    old_BHVK = torch.where(_starts(lengths, counts, old_BHVK), 0.0, old_BHVK)
     # The first device knows its memory, and starts from that; the others from the identity, and zeros below it.
     identity_JK = torch.eye(key + value, key, dtype=memory.dtype, device=memory.device)
     start_BHJK = torch.where(first == 0, F.pad(old_BHVK, (0, 0, key, 0)), identity_JK)
     v_BNHJ = F.pad(v_BNHV, (key, 0))
     o_BNHJ, end_BHJK = ops.kda_chunk(q_BNHK, k_BNHK, v_BNHJ, decay_BNHK, beta_BNH, start_BHJK, *_here(own), scale)
-    ends_WBHJK = all_gather(end_BHJK[None], "queries", 0)
 
-    before = [old_BHVK]  # of every stretch; the first one reads nothing of it, its images of queries are zeros
-    for i, end_BHJK in enumerate(ends_WBHJK.unbind(0)):
-        a_BHKL, b_BHVK = end_BHJK[:, :, :key], end_BHJK[:, :, key:]
-        before.append(b_BHVK if i == 0 else contract("bhvk,bhkl->bhvl", before[-1], a_BHKL) + b_BHVK)
+    maps = (x.unbind(0) for x in all_gather(end_BHJK[None], "queries", 0).split((key, value), 3))
+    before = [old_BHVK]  # of every stretch; the first one reads nothing of it, and its A is zero
+    for i, (a_BHKL, b_BHVL) in enumerate(zip(*maps, strict=True)):
+        before.append(contract("bhvk,bhkl->bhvl", before[-1], a_BHKL) + b_BHVL if i else b_BHVL)
     *before, after_BHVK = before
-    own_BHVK = own_slice(torch.stack(before), "queries", 0)[0]
-    image_BNHK, o_BNHV = o_BNHJ[..., :key], o_BNHJ[..., key:]
+    own_BHVK = own_slice(torch.stack(before), "queries", 0).flatten(0, 1)
+    image_BNHK, o_BNHV = o_BNHJ.split((key, value), 3)
     o_BNHV = at_least_f32(o_BNHV) + contract("bnhk,bhvk->bnhv", at_least_f32(image_BNHK), own_BHVK)
     return o_BNHV.to(v_BNHV.dtype), ops.state_write(after_BHVK, memory, slots)
 
@@ -126,12 +127,6 @@ def _here(own: Tensor) -> Rows:
     return torch.arange(len(own), dtype=torch.int32, device=own.device), own + 1, own
 
 
-def _kept(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """The rows' slots of a state, zeros where a sequence starts."""
-    starts = (lengths <= counts)[:, None, None, None]
-    return torch.where(starts, 0.0, state.index_select(0, slots))
-
-
 def _last_inputs(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
     """The last U real inputs of a stretch, `[U, B, H * C]`; where it has fewer, the first of these mean nothing."""
     rows, tokens = x_BNHC.shape[:2]
@@ -139,22 +134,25 @@ def _last_inputs(x_BNHC: Tensor, own: Tensor, width: int) -> Tensor:
     return F.embedding(at_UB, x_BNHC.flatten(2).flatten(0, 1))
 
 
-def _window(known: Tensor, at: Tensor, counts: Tensor, tokens: int) -> Tensor:
+def _window(known: Tensor, end: Tensor, counts: Tensor, tokens: int) -> Tensor:
     """The U inputs before some new token of each row, `[U, B, X]`.
 
     Args:
         known: `[1 + W, U, B, X]`, the window before the step, and the last inputs of each stretch.
-        at: `[B]`, 0 up to `counts`. tokens: of a stretch.
+        end: `[B]`, the token, 0 up to `counts`. tokens: of a stretch.
     """
     width, rows = known.shape[1:3]
-    at_UB = _before(at, width)
-    source_UB = (at_UB + tokens).clamp(min=0) // tokens
-    first_UB = (source_UB - 1) * tokens  # the window before the step is the end of a stretch before the first
-    held_UB = (counts - first_UB).clamp(max=tokens)
-    place_UB = source_UB * width + at_UB - first_UB - held_UB + width
-    return F.embedding(place_UB * rows + torch.arange(rows, device=at.device), known.flatten(0, 2))
+    at_UB = _before(end, width)
+    source_UB = (at_UB + tokens).clamp(min=0) // tokens  # 1 is the first stretch; the window is as one before it
+    place_UB = (source_UB + 1) * width + at_UB - torch.minimum(counts, source_UB * tokens)  # back from the last input
+    return F.embedding(place_UB * rows + torch.arange(rows, device=end.device), known.flatten(0, 2))
 
 
-def _before(at: Tensor, width: int) -> Tensor:
-    """The U places before each of `at`: `[B]` -> `[U, B]`."""
-    return (at[:, None] + torch.arange(-width, 0, device=at.device)).mT
+def _before(end: Tensor, width: int) -> Tensor:
+    """The U places before each: `[B]` -> `[U, B]`."""
+    return (end[:, None] + torch.arange(-width, 0, device=end.device)).mT
+
+
+def _starts(lengths: Tensor, counts: Tensor, like: Tensor) -> Tensor:
+    """Rows whose sequence starts in this step, `[B, 1, ..]` with as many dimensions as `like`."""
+    return (lengths <= counts).view(-1, *[1] * (like.ndim - 1))
