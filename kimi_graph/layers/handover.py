@@ -10,8 +10,8 @@ all A_t q, one from zeros with the values B and all B_t q. Both are one, with K 
 other's A and B and compose them: W - 1 small products give the memory before every stretch. No factor of A is larger
 than 1, so nothing grows.
 
-Axes: B sequences, N tokens of a stretch, H heads, K key, V value, J = K + V, C key or value, U conv width - 1, S slots,
-W devices.
+Axes: B sequences, N tokens of a stretch, H heads, K key (L too), V value, J = K + V, C key or value, X = H * C of all
+inputs, U conv width - 1, S slots, W devices.
 Source: for the memory's recurrence Kimi Linear (arXiv:2510.26692), section 3.
 """
 
@@ -63,6 +63,7 @@ def kda_chunk(
 
 
 def _convolve(*given: Tensor) -> tuple[Tensor, ...]:
+    """Of inputs, weights and windows, as many of each, and rows: the results, then the next windows."""
     *values, slots, lengths, counts = given
     many = len(values) // 3
     inputs, weights, windows = values[:many], values[many : 2 * many], values[2 * many :]
@@ -95,6 +96,7 @@ def _scan(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """What the tokens of this stretch read, and the memory after the last one."""
     key, value = q_BNHK.shape[3], v_BNHV.shape[3]
     first, own = _own_tokens(q_BNHK, counts)
     old_BHVK = memory.index_select(0, slots)
@@ -107,8 +109,8 @@ def _scan(
 
     maps = (x.unbind(0) for x in all_gather(end_BHJK[None], "queries", 0).split((key, value), 3))
     before = [old_BHVK]  # of every stretch; the first one reads nothing of it, and its A is zero
-    for i, (a_BHKL, b_BHVL) in enumerate(zip(*maps, strict=True)):
-        before.append(contract("bhvk,bhkl->bhvl", before[-1], a_BHKL) + b_BHVL if i else b_BHVL)
+    for i, (a_BHKL, b_BHVK) in enumerate(zip(*maps, strict=True)):
+        before.append(contract("bhvk,bhkl->bhvl", before[-1], a_BHKL) + b_BHVK if i else b_BHVK)
     *before, after_BHVK = before
     own_BHVK = own_slice(torch.stack(before), "queries", 0).flatten(0, 1)
     image_BNHK, o_BNHV = o_BNHJ.split((key, value), 3)
