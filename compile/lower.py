@@ -17,7 +17,7 @@ import torch
 from kimi_graph.errors import CompileError
 from kimi_graph.ops.offers import Offer
 
-from .ge_proto import Dtype, describe, describe_tiled, fill_attr
+from .ge_proto import Dtype, describe, describe_tiled, fill_attr, tensor_value
 from .prototypes import find
 from .recipe import Step
 from .targets import PROVIDERS_DEFAULT
@@ -202,7 +202,10 @@ class Room:
         return self.once(("Cast", x.tensor, dtype), make)
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """`x` in another shape (no -1); itself where it has that shape. A Reshape of a Reshape is one."""
+        """`x` in another shape (no -1); itself where it has that shape. A Reshape of a Reshape is one.
+
+        Of a constant it is another constant.
+        """
         if x.meta is None:
             return self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
         x = self.reshaped.get(x.tensor, x)
@@ -210,6 +213,8 @@ class Room:
             return x
 
         def make() -> Value:
+            if x.node.type == "Const":  # no node works on constants alone
+                return self.const(tensor_value(x.node.attr["value"].t).reshape(tuple(shape)).tolist(), self.dtype(x))
             made = self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
             self.reshaped[made.tensor] = x
             return self.mark(made, shape, self.dtype(x))
