@@ -34,7 +34,7 @@ from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
 from .meshes import Layout, arranged, check_layout, default_chunk
 from .order import order_collectives
 from .origins import Origins, source_of
-from .packages import packages_of
+from .packages import package_lines, packages_of
 from .passes import bytes_only, weight_name
 from .phases import (
     Bucket,
@@ -461,6 +461,7 @@ class Compiled:
             [
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
                 *mesh_lines(m),
+                *package_lines(m),
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),

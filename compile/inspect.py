@@ -12,6 +12,7 @@ from .bundle import SOURCES, Bundle, as_written, caches_text, open_bundle, read_
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .mesh_manifest import collective_lines, mesh_lines
 from .origins import Origins, source_of
+from .packages import package_lines
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
 
@@ -38,6 +39,7 @@ class Contents:
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
+            *package_lines(m),
             *mesh_lines(m),
             *_rules_lines(m),
             *_rank_lines(m),

@@ -66,6 +66,14 @@ class Needed:
         return line + (f", and with nothing else: all of it would replace CANN's {why}" if why else "")
 
 
+def package_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """For a reader: what a bundle needs beside CANN."""
+    return [
+        f"package   {Needed(n['provider'], tuple(n['operators']), tuple(n['must_not_replace'])).text()}"
+        for n in manifest["packages"]
+    ]
+
+
 def folder_of(type_: str) -> str:
     """`RecurrentKda` is built of the folder `recurrent_kda`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in type_).lstrip("_")

@@ -7,6 +7,7 @@ import pytest
 
 from kimi_graph.compile import air
 from kimi_graph.compile.bundle import MANIFEST, open_bundle
+from kimi_graph.compile.inspect import inspect_bundle
 from kimi_graph.compile.manifest import check_claims
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.verify import bundle_config, verify_bundle
@@ -43,6 +44,8 @@ def test_the_manifest_says_whose_operators_were_asked_for_and_which_package_is_n
     assert m["packages"] == (package if theirs else [])
     assert ("RecurrentKda" in types(other)) == theirs == any("RecurrentKda" in line for line in m["unproved"])
     assert not any("operators of this project" in line for line in m["unproved"])
+    shown = [line for line in inspect_bundle(other).text().splitlines() if line.startswith("package")]
+    assert len(shown) == len(m["packages"]) and all("RecurrentKda" in line for line in shown)
     used = {c["provider"] for c in m["choices"]}
     assert used == ({"builtin", "vllm-ascend", "composed"} if theirs else {"builtin", "composed"})
 
