@@ -1087,6 +1087,14 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield from expect("slots of initial_state without ssm_state_indices", state[0], rows)
     elif not (len(slots) == 1 and slots[0] >= count) and not (len(slots) == 2 and slots[0] == rows):
         yield f"ssm_state_indices is {_text(slots)}", f"[{count}] or [{rows}, steps]", ""
+    yield from expect("A_log", use.shape("A_log"), (nv,))
+    if use.shape("dt_bias") not in (None, (nv * dk,), (nv, dk)):
+        yield f"dt_bias is {_text(use.shape('dt_bias'))}", f"[{nv}, {dk}] or [{nv * dk}]", ""
+    if use.attr("use_gate_in_kernel") and not use.given("A_log"):
+        yield "use_gate_in_kernel without A_log", "the rates' logarithms", ""
+    if use.attr("safe_gate"):
+        bound = use.attr("lower_bound")
+        yield from within("lower_bound", bound, -5.0 <= bound < 0.0, "from -5 to below 0")
     if not use.attr("use_gate_in_kernel") and (use.given("A_log") or use.given("dt_bias") or use.attr("safe_gate")):
         yield "A_log, dt_bias or safe_gate without use_gate_in_kernel", "none", ""
     yield from expect("attn_out", use.made("attn_out"), value)
@@ -1164,9 +1172,10 @@ def _(use: Use) -> Iterator[Fault | Met]:
     for name, width in (("key", q[3]), ("value", v[3])):
         legal = width % 16 == 0 and 16 <= width <= 256
         yield from within(f"the {name} width", width, legal, "a multiple of 16 from 16 to 256")
-    for name in ("bias", "log_rate"):
-        if use.given(name):
-            yield f"{name} is given", "none: the gate is made before", ""
+    yield from expect("bias", use.shape("bias"), (q[2], q[3]))
+    yield from expect("log_rate", use.shape("log_rate"), (q[2],))
+    if use.given("bias") != use.given("log_rate"):
+        yield "one of bias and log_rate", "both or neither", ""
     yield from expect("o", use.made("o"), v)
 
 

@@ -82,6 +82,7 @@ class Room:
         source: file and line of the call being lowered.
         transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
         placed: by edge, where copies of rows went that ranks share out (`parallel.experts`).
+        calls: by edge, the traced call whose only result it is: its name, and its arguments.
         extra_inputs: inputs that lowerings have added, by name.
         weights: see `Weights`.
         choices: what lowerings say they chose, in order, each once.
@@ -95,6 +96,7 @@ class Room:
     transposed: dict[str, Value] = field(default_factory=dict)
     reshaped: dict[str, Value] = field(default_factory=dict)
     placed: dict[str, Value] = field(default_factory=dict)
+    calls: dict[str, tuple[str, list[Any]]] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
     choices: dict[Choice, None] = field(default_factory=dict)
     weights: Weights = field(default_factory=Weights)
@@ -355,12 +357,42 @@ class Room:
             steps = (Step("slice", (dim, at, at + 1)), Step("view", tuple(shape)))
         if self.dtype(weight) != dtype:
             steps += (Step("cast", (str(dtype).removeprefix("torch."),)),)
+
+        def by_nodes() -> Value:
+            cut = weight if taken is None else self.reshape(self.cut(weight, *taken, 1), shape)
+            return self.cast(cut, dtype)
+
+        return self.of_weight(weight, steps, shape, dtype, by_nodes) if steps else weight
+
+    def of_weight(
+        self,
+        weight: Value,
+        steps: tuple[Step, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        by_nodes: Callable[[], Value],
+    ) -> Value:
+        """What recipe steps make of a weight; what nodes make of a value that is none."""
         known = self.weights.recipes.get(weight.node.name)
-        if known is not None and steps:
-            return self._weight_input(known[0], (*known[1], *steps), shape, dtype)
-        if taken is not None:
-            weight = self.reshape(self.cut(weight, *taken, 1), shape)
-        return self.cast(weight, dtype)
+        if known is None:
+            return by_nodes()
+        return self._weight_input(known[0], (*known[1], *steps), shape, dtype)
+
+    def exp_of(self, weight: Value, shape: Sequence[int], negative: bool = False) -> Value:
+        """The exponential of a weight in another shape, or minus that."""
+        steps = (Step("exp"), *((Step("neg"),) if negative else ()), Step("view", tuple(shape)))
+
+        def by_nodes() -> Value:
+            made = self.Exp(weight)
+            made = self.mark(self.Neg(made) if negative else made, self.shape(weight), self.dtype(weight))
+            return self.reshape(made, shape)
+
+        return self.of_weight(weight, steps, shape, self.dtype(weight), by_nodes)
+
+    def made_of(self, x: Value, call: str) -> list[Any] | None:
+        """The arguments of the call that gave a value, where that is a call of this name (`kimi.l2_norm`)."""
+        name, args = self.calls.get(x.tensor, ("", []))
+        return args if name == call else None
 
     def cut(self, x: Value, dim: int, start: int, size: int) -> Value:
         """`size` elements of `x` along `dim`, from `start` on."""

@@ -171,7 +171,10 @@ _CACHE = f"F16/BF16/F32/I8/U8/I16/U16/I32/U32/{_NARROW}/E2M1/E1M2"
 _INT64_MAX = 2**63 - 1
 _TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 1"
 
+# Fact sheets of Ascend, A.3, and of serving, section 6.
 _RECIPE = "on 950, in the K3 recipe of cann-recipes-infer"
+_DSA = "in vllm-ascend's backend for DSA, called one by one"
+_GDN = "in vllm-ascend's layers of Qwen's GDN, called one by one, with one decay for a head"
 
 _PAIR = """group_ep: String
             ep_world_size: Int
@@ -471,6 +474,7 @@ FUSED = [
         attrs="scale_value: Float = 1.0",
         since="9.1 950",
         source=_TRANSFORMER,
+        ran=_GDN,
     ),
     Row(
         type="RotaryPositionEmbedding",
@@ -500,6 +504,7 @@ FUSED = [
         same="query key sparse_values",
         since="9.1 950",
         source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+        ran=_DSA,
     ),
     Row(
         type="SparseFlashAttention",
@@ -525,6 +530,7 @@ FUSED = [
         same="query key value query_rope key_rope attention_out",
         since="9.1 950",
         source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+        ran=_DSA,
     ),
     Row(
         type="DynamicQuant",

@@ -92,21 +92,58 @@ def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
     return ge.reshape(ge.cast(o, ge.dtype(v)), [rows, 1, heads, value]), written
 
 
+def _gate(ge, decay):
+    """What a decay was made of: raw values, bias, logarithms of rates, lower bound; None where that is not known."""
+    found = ge.made_of(decay, "kimi.kda_gate")
+    return None if found is None else (found[0], ge.weight_as(found[1], torch.float32), *found[2:])
+
+
+def _logits(ge, beta):
+    """What beta is the sigmoid of, before it was widened; None where that is not known."""
+    found = ge.made_of(beta, "aten.sigmoid")
+    if found is None:
+        return None
+    narrow = ge.made_of(found[0], "aten._to_copy")
+    return found[0] if narrow is None else narrow[0]
+
+
 def _vllm_ascend(ge, q, k, v, decay, beta, memory, slots, scale):
-    rows = ge.shape(q)[0]
+    """Gate and beta's sigmoid in the kernel, as vllm-ascend has it; the L2 norm before it: its own has no epsilon."""
+    rows, gate, logits = ge.shape(q)[0], _gate(ge, decay), _logits(ge, beta)
+    attrs = {"layout": "BSND", "scale": scale, "inplace_final_state": True, "state_v_first": True}
+    bias = rates = None
+    if gate is not None and (gate[3] is None or -5.0 <= gate[3] < 0.0):
+        decay, bias, rates, bound = gate
+        attrs |= {"use_gate_in_kernel": True, "safe_gate": bound is not None}
+        attrs |= {} if bound is None else {"lower_bound": bound}
+    if logits is not None:
+        beta, attrs["use_beta_sigmoid_in_kernel"] = logits, True
     inputs = {
         "query": q, "key": k, "value": v, "gate": decay, "beta": beta, "initial_state": memory,
-        "cu_seqlens": ge.const(list(range(rows + 1)), torch.int32), "ssm_state_indices": slots, "A_log": None,
-        "dt_bias": None, "num_accepted_tokens": None,
+        "cu_seqlens": ge.const(list(range(rows + 1)), torch.int32), "ssm_state_indices": slots, "A_log": rates,
+        "dt_bias": bias, "num_accepted_tokens": None,
     }  # fmt: skip
-    attrs = {"layout": "BSND", "scale": scale, "inplace_final_state": True, "state_v_first": True}
     o, memory, _ = ge.own("RecurrentKda", inputs, ["attn_out", "initial_state", "final_state"], attrs)
     return o, memory
 
 
 def _own(ge, q, k, v, decay, beta, memory, slots, scale):
+    """Unit lengths, gate and beta's sigmoid in the kernel where that is what they are made by."""
+    attrs, bias, rates = {"scale": scale}, None, None
+    gate, logits = _gate(ge, decay), _logits(ge, beta)
+    norms = [ge.made_of(x, "kimi.l2_norm") for x in (q, k)]
+    if norms[0] is not None and norms[1] is not None and norms[0][1] == norms[1][1]:
+        (q, eps), (k, _) = norms
+        attrs["norm_eps"] = eps
+    if gate is not None:
+        decay, bias, rates, bound = gate
+        attrs["lower_bound"] = 0.0 if bound is None else bound
+    if logits is not None:
+        beta, attrs["beta_logits"] = logits, True
+    if ge.dtype(decay) != ge.dtype(beta):
+        decay, beta = (ge.cast(x, torch.float32) for x in (decay, beta))
     inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
-    return ge.own("KdaStep", inputs | {"bias": None, "log_rate": None}, ["o", "memory"], {"scale": scale})
+    return ge.own("KdaStep", inputs | {"bias": bias, "log_rate": rates}, ["o", "memory"], attrs)
 
 
 def _widths_of_vllm_ascend(ge, q, k, v, *args) -> str:
@@ -135,9 +172,9 @@ OFFERS = (
         "vllm-ascend",
         "RecurrentKda",
         _vllm_ascend,
-        "decay and beta stay float32; its third result is never written and costs memory of a layer's state",
+        "gate and beta in the kernel; its third result is never written and costs memory of a layer's state",
         _widths_of_vllm_ascend,
     ),
     Offer("composed", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", _composed, "float32 throughout, on every release"),
-    Offer("own", "KdaStep", _own, "reads and writes a memory once, decay and beta stay float32", _own_widths),
+    Offer("own", "KdaStep", _own, "norms, gate and beta in the kernel, a memory read and written once", _own_widths),
 )

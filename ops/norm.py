@@ -119,3 +119,12 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 @l2_norm.fake
 def _(x, eps):
     return torch.empty_like(x)
+
+
+@l2_norm.lowering
+def _(ge, x, eps):
+    f32, shape = torch.float32, ge.shape(x)
+    x32 = ge.cast(x, f32)
+    total = ge.ReduceSum(ge.Square(x32), ge.const([len(shape) - 1], torch.int64), keep_dims=True)
+    made = ge.Mul(x32, ge.Rsqrt(ge.Add(total, ge.const(eps, f32))))
+    return ge.cast(ge.mark(made, shape, f32), ge.dtype(x))

@@ -660,7 +660,7 @@ def test_limits_of_the_recurrent_delta_rule_hold(helpers, change, message):
         check(recurrent(**change), helpers)
 
 
-def kda_step(*, rows=2, nk=4, nv=4, dk=128, dv=128, slots=3, starts=None, indices=None, v_first=True, **attrs):
+def kda_step(*, rows=2, nk=4, nv=4, dk=128, dv=128, slots=3, starts=None, indices=None, v_first=True, rates=0, **attrs):
     g = Builder()
     inputs = {name: g.data(name, [rows, 1, nk, dk]) for name in ("query", "key")}
     inputs |= {"value": g.data("value", [rows, 1, nv, dv]), "gate": g.data("gate", [rows, 1, nv, dk], F32)}
@@ -668,6 +668,7 @@ def kda_step(*, rows=2, nk=4, nv=4, dk=128, dv=128, slots=3, starts=None, indice
     inputs |= {"cu_seqlens": g.data("starts", [(starts or rows) + 1], I32)}
     inputs |= {"ssm_state_indices": g.data("slots", [indices or rows], I32)}
     inputs |= dict.fromkeys(("A_log", "dt_bias", "num_accepted_tokens"))
+    inputs |= {"A_log": g.data("rates", [rates], F32)} if rates else {}
     made = {"attn_out": ([rows, 1, nv, dv], BF16)}
     made |= dict.fromkeys(("initial_state", "final_state"), ([slots, nv, dv, dk], F32))
     return g.done(g.add("step", "RecurrentKda", inputs, made, scale=1.0, state_v_first=v_first, **attrs))
@@ -685,10 +686,17 @@ def kda_step(*, rows=2, nk=4, nv=4, dk=128, dv=128, slots=3, starts=None, indice
         ({"v_first": False}, "state_v_first is false"),
         ({"layout": "BNSD"}, "layout is BNSD; expected one of BSND, TND"),
         ({"safe_gate": True}, "A_log, dt_bias or safe_gate without use_gate_in_kernel; expected none"),
+        ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; expected the rates' logarithms"),
+        ({"use_gate_in_kernel": True, "rates": 3}, "A_log is [3]; expected [4]"),
+        (
+            {"use_gate_in_kernel": True, "rates": 4, "safe_gate": True, "lower_bound": -7.0},
+            "lower_bound is -7.0; expected from -5 to below 0",
+        ),
     ],
 )
 def test_limits_of_recurrent_kda_hold(helpers, change, message):
     check(kda_step(), helpers)
+    check(kda_step(use_gate_in_kernel=True, rates=4, safe_gate=True, lower_bound=-5.0), helpers)
     with pytest.raises(CompileError, match=re.escape(message)):
         check(kda_step(**change), helpers)
 

@@ -356,6 +356,36 @@ def test_the_first_provider_that_can_serves_in_the_order_given_and_says_why(host
     assert choice.reason == f"float32 throughout, on every release; {why}"
 
 
+def whole_step(bound: float | None) -> Case:
+    """KDA's step as the layer has it, from the convolutions on."""
+    args = {name: rand(3, 1, 4, 128) for name in ("q", "k", "v", "raw")}
+    args |= {"logits": rand(3, 1, 4), "bias": rand(4, 128, dtype=F32), "log_rate": rand(4, dtype=F32)}
+    args |= {"memory": rand(5, 4, 128, 128, dtype=F32), "slots": torch.tensor([3, 1, 4], dtype=I32)}
+
+    def step(q, k, v, raw, logits, bias, log_rate, memory, slots):
+        decay = ops.kda_gate(raw, bias, log_rate, bound)
+        beta = torch.sigmoid(ops.at_least_f32(logits))
+        return ops.kda_step(ops.l2_norm(q, 1e-6), ops.l2_norm(k, 1e-6), v, decay, beta, memory, slots, 128**-0.5)
+
+    return Case(step, args, states=("memory",))
+
+
+@pytest.mark.parametrize("bound", [None, -5.0, -7.0], ids=str)
+@pytest.mark.parametrize("provider, operator", [("vllm-ascend", "RecurrentKda"), ("own", "KdaStep")])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_norms_gate_and_beta_are_in_the_kernel_that_makes_them_as_the_model_does(
+    host, bound, provider, operator, mode, tolerance
+):
+    case = whole_step(bound)
+    lowered = lower(host, case, ("a3", "9.2"), (provider, "builtin"))
+    assert operator in lowered.types
+    assert ("Sigmoid" in lowered.types) == (provider == "vllm-ascend" and bound == -7.0)  # its bound goes down to -5
+    assert ("Rsqrt" in lowered.types) == (provider == "vllm-ascend")  # its own norm has no epsilon
+    assert lowered.types == [operator] or provider == "vllm-ascend"
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
 def test_by_default_a_step_that_cann_has_not_is_composed_as_it_was_before_there_was_a_kernel_of_ours(host):
     assert lower(host, stepped(128, 128), ("a3", "9.1")).choices["recurrent KDA"].provider == "composed"
 

@@ -13,6 +13,7 @@ from kimi_graph.ops import at_least_f32
 
 _BF16, _F32, _I32 = torch.bfloat16, torch.float32, torch.int32
 MAX_TOKENS = 8  # of one sequence in one call
+_SIGMOID = "use_beta_sigmoid_in_kernel"
 
 
 @ge_op(
@@ -83,8 +84,9 @@ def recurrent_gated_delta_rule(
 @ge_op(
     "RecurrentKda",
     provenance="documented formula",
-    source="its README and API document in vllm-ascend: per token state *= exp(gate), state += beta (v - state k) k', "
-    "out = state (scale q), float32 inside; with inplace_final_state the state is written in place, final_state never",
+    source="its README and API document in vllm-ascend: gate lower_bound sigmoid(exp(A_log) (g + dt_bias)) or "
+    "-exp(A_log) softplus(g + dt_bias); a token: state *= exp(gate), state += beta (v - state k) k', out = scale state "
+    "q, all in float32; with inplace_final_state the state is written in place, final_state never",
     outputs="attn_out initial_state final_state",
     in_place="initial_state",
     prototype="query key value gate beta initial_state cu_seqlens? ssm_state_indices? A_log? dt_bias? "
@@ -100,6 +102,8 @@ def recurrent_kda(
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
     ssm_state_indices: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One step a row: the form that graphs of ours have. Its own L2 norm knows no epsilon, so it is not taken."""
     op.of_dtype(_BF16, query=query, key=key, value=value)
@@ -107,10 +111,13 @@ def recurrent_kda(
     op.of_dtype(_BF16, _F32, initial_state=initial_state)
     op.of_dtype(_I32, torch.int64, cu_seqlens=cu_seqlens, ssm_state_indices=ssm_state_indices)
     op.expect(layout="BSND", output_final_state=False, inplace_final_state=True, use_qk_l2norm_in_kernel=False)
-    op.expect(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False)
+    op.expect(allow_neg_eigval=False)
     op.must(state_v_first=True)
-    op.attr("lower_bound", -5.0)  # of the gate in the kernel, which is not taken
-    scale = op.attr("scale", 1.0)
+    op.of_dtype(_F32, A_log=A_log, dt_bias=dt_bias)
+    scale, raw, logits = op.attr("scale", 1.0), op.attr("use_gate_in_kernel", False), op.attr(_SIGMOID, False)
+    safe, bound = op.attr("safe_gate", False), op.attr("lower_bound", -5.0)
+    op.require(raw == (A_log is not None), "A_log belongs to use_gate_in_kernel")
+    op.require(raw or (dt_bias is None and not safe), "dt_bias and safe_gate belong to use_gate_in_kernel")
     rows, tokens, heads, width = value.shape
     slots, keys, nk = initial_state.shape[0], key.shape[3], key.shape[2]
     op.require(tokens == 1 and query.shape == key.shape == (rows, 1, nk, keys), f"one token a row, {list(key.shape)}")
@@ -129,8 +136,13 @@ def recurrent_kda(
     for row, slot in enumerate(ssm_state_indices.tolist()):
         op.require(0 <= slot < slots, f"slot {slot} is outside 0..{slots - 1}")
         q, k = (at_least_f32(x[row, 0]).repeat_interleave(group, 0) for x in (query, key))
-        memory = at_least_f32(initial_state[slot]) * at_least_f32(gate[row, 0]).exp()[:, None]
-        news = at_least_f32(beta[row, 0])[:, None] * (at_least_f32(value[row, 0]) - (memory * k[:, None]).sum(-1))
+        kept, share = at_least_f32(gate[row, 0]), at_least_f32(beta[row, 0])
+        if A_log is not None:
+            z, rate = kept if dt_bias is None else kept + dt_bias.view(heads, keys), A_log.exp()[:, None]
+            kept = bound * torch.sigmoid(rate * z) if safe else -rate * F.softplus(z)
+        share = torch.sigmoid(share) if logits else share
+        memory = at_least_f32(initial_state[slot]) * kept.exp()[:, None]
+        news = share[:, None] * (at_least_f32(value[row, 0]) - (memory * k[:, None]).sum(-1))
         memory = memory + news[..., None] * k[:, None]
         out[row, 0] = (memory * (q * scale)[:, None]).sum(-1).to(out.dtype)
         initial_state[slot] = memory.to(initial_state.dtype)
