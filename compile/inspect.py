@@ -12,6 +12,7 @@ from .bundle import SOURCES, Bundle, as_written, caches_text, open_bundle, read_
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .mesh_manifest import collective_lines, mesh_lines
 from .origins import Origins, source_of
+from .packages import package_lines
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
 
@@ -38,6 +39,7 @@ class Contents:
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
+            *package_lines(m),
             *mesh_lines(m),
             *_rules_lines(m),
             *_rank_lines(m),
@@ -62,12 +64,11 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
     """Which operator does what in which kind of layer, and why; each once, with the graphs it is in."""
     graphs: dict[tuple[str, ...], list[str]] = {}
     for c in manifest["choices"]:
-        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(
-            c["graph"]
-        )
+        said = (c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["provider"], c["reason"])
+        graphs.setdefault(said, []).append(c["graph"])
     return [
-        f"{part}: {kind}: {operator} ({reason}) in {', '.join(dict.fromkeys(where))}"
-        for (part, kind, operator, reason), where in graphs.items()
+        f"{part}: {kind}: {operator} ({provider}; {reason}) in {', '.join(dict.fromkeys(where))}"
+        for (part, kind, operator, provider, reason), where in graphs.items()
     ]
 
 

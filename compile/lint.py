@@ -22,11 +22,10 @@ from .bundle import Bundle, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
 from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
-from .manifest import check_claims, is_weight
+from .manifest import check_claims, is_weight, target_of
 from .order import COLLECTIVE, order_collectives
 from .places import group_of
 from .prototypes import Prototypes
-from .targets import target
 from .verify import bundle_config
 
 LOOSE = ("_", "input_layout_info", "output_layout_info")  # attributes that say nothing about what a node does
@@ -133,8 +132,7 @@ def _files(files: Files) -> str:
 
 
 def _graphs(files: Files, torchair: Path | None) -> str:
-    t = files.bundle.manifest["target"]
-    profile = target(t["name"], cann=t["cann"])
+    profile = target_of(files.bundle.manifest)
     prototypes, nodes = Prototypes(profile.soc, torchair), 0
     for name, model in files.models.items():
         ops = model.graph[0].op
@@ -145,7 +143,7 @@ def _graphs(files: Files, torchair: Path | None) -> str:
             check_graph(model, profile, prototypes, weights=weights, states=states)
         except KimiGraphError as error:
             raise BundleError(f"{name}: {error}") from None
-    return f"{nodes:,} nodes are what {t['name']} and CANN {t['cann']} take"
+    return f"{nodes:,} nodes are what {profile.name} and CANN {profile.cann} take"
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Target profiles: what a graph is compiled for.
+"""Target profiles: what a graph is compiled for, and whose operators are there.
 
 Numbers are those of one die, the unit of a mesh and of a process. Sources: fact sheet of Ascend, C.1 (the platform
 files atc itself reads), C.2 (published totals) and C.3 (names).
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kimi_graph.errors import CompileError
@@ -12,6 +13,14 @@ from kimi_graph.errors import CompileError
 GIB = 2**30
 CANN_VERSIONS = ("8.5", "9.1", "9.2")
 CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 memory: before it KDA's step is composed
+
+# Whose operators a graph may take: fused ones that CANN brings, those of vllm-ascend's package, this project's, and
+# the same out of CANN's basic operators.
+PROVIDERS = ("builtin", "vllm-ascend", "own", "composed")
+# By default offers are asked as an operator's file lists them. CANN's first: nothing is to be installed. Ours before
+# compositions, as one kernel reads and writes everything once, but where the composition was there before it.
+# What is left out needs somebody else's package, which has to be built and installed: only who deploys can say so.
+PROVIDERS_DEFAULT = ("builtin", "own", "composed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +33,7 @@ class Target:
         soc_version: for `atc --soc_version`, and `soc_versions` the other legal ones.
         memory_bytes: of one die, and `memory_source` where the number is from.
         cann: release the graph must compile with.
+        providers: of `PROVIDERS`, whose operators it has: where several can serve, the first of these does.
     """
 
     name: str
@@ -35,6 +45,7 @@ class Target:
     memory_bytes: int
     memory_source: str
     cann: str
+    providers: tuple[str, ...] = PROVIDERS_DEFAULT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +123,22 @@ _PROFILES = {
 TARGETS = tuple(_PROFILES)
 
 
-def target(name: str, *, cann: str = CANN_DEFAULT, soc_version: str | None = None) -> Target:
+def target(
+    name: str,
+    *,
+    cann: str = CANN_DEFAULT,
+    soc_version: str | None = None,
+    providers: Sequence[str] = PROVIDERS_DEFAULT,
+) -> Target:
     """The profile of a target.
 
     Args:
         name: one of `TARGETS`. cann: one of `CANN_VERSIONS`.
         soc_version: a variant of the chip; by default the usual one.
+        providers: some of `PROVIDERS`, in the order they are to be asked.
     Raises:
-        CompileError: a name, release or variant that is not known, with the nearest one.
+        CompileError: a name, release, variant or provider that is not known, with the nearest one; a list of providers
+            that cannot be.
     """
     profile = _PROFILES[_known("target", name, TARGETS)]
     variants = tuple(profile.memory)
@@ -134,7 +153,19 @@ def target(name: str, *, cann: str = CANN_DEFAULT, soc_version: str | None = Non
         memory_bytes=profile.memory[variant] * GIB,
         memory_source=profile.memory_source,
         cann=_known("CANN release", cann, CANN_VERSIONS),
+        providers=_providers(tuple(providers)),
     )
+
+
+def _providers(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        _known("provider", name, PROVIDERS)
+    if len(set(names)) < len(names):
+        raise CompileError(f"providers {','.join(names)}: each once.")
+    if "builtin" not in names:
+        given = ",".join(names)
+        raise CompileError(f"providers {given}: most operators come with CANN alone; name it too: {given},builtin.")
+    return names
 
 
 def _known(what: str, given: str, known: tuple[str, ...]) -> str:

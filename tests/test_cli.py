@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["shard", "compile", "inspect", "fixture", "check", "lint", "verify"]
+COMMANDS = ["shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify"]
 
 
 class Found:
@@ -53,6 +53,7 @@ def run(monkeypatch):
         for module, names in {
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
+            "kimi_graph.compile.coverage": ["cover_model"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
@@ -98,7 +99,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["shard", "compile", "inspect", "fixture", "check", "compile", "lint", "verify"]
+    assert shown == ["shard", "ops", "compile", "inspect", "fixture", "check", "compile", "lint", "verify"]
 
 
 def test_the_version_is_the_packages():
@@ -165,6 +166,8 @@ def test_help_names_the_targets_and_releases_there_are():
     assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
     assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
     assert cli.KV_DTYPES == caches.KV_DTYPES
+    assert tuple(cli.PROVIDERS.split(", ")) == targets.PROVIDERS
+    assert tuple(cli.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
 
 
 def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_line(run):
@@ -174,6 +177,26 @@ def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_
     result, called = run([*arguments, "--kv-dtype", "int4"])
     assert (result.exit_code, called) == (2, {})
     assert "unknown dtype of caches 'int4'; one of bf16, int8, fp8." in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [["compile", "m", "--dry-run"], ["ops", "m"]], ids=str)
+def test_providers_are_passed_on_in_their_order_and_others_are_answered_before_anything_is_imported(run, command):
+    _, called = run([*command, "--target", "a3", "--providers", "own, builtin"])
+    (options,) = (options for _, options in called.values() if "target" in options)
+    assert options["target"].providers == ("own", "builtin")
+    result, called = run([*command, "--target", "a3", "--providers", "builtin,vlm"])
+    assert (result.exit_code, called) == (1, {})
+    assert "provider 'vlm' is not known; the nearest is" in result.stderr
+
+
+def test_operators_that_cannot_be_served_are_exit_code_1_after_the_report(run):
+    report = Found()
+    report.passed = False
+    result, _ = run(["ops", "m", "--target", "a3"], cover_model=lambda *a, **k: report)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "error: 2 graphs, 12 nodes")
+    assert result.stdout.startswith("phase")
+    result, _ = run(["ops", "m", "--target", "a3", "--json"], cover_model=lambda *a, **k: report)
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"graphs": 2})
 
 
 def test_an_unknown_target_is_answered_before_anything_is_imported(run):
