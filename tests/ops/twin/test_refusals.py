@@ -320,3 +320,27 @@ def test_a_kernel_is_given_as_many_addresses_as_it_takes(twin_cache):
     text = 'extern "C" void k(GM_ADDR x, GM_ADDR y) {}'
     with pytest.raises(KernelError, match="takes 2 addresses, 1 were given"):
         run_source(f'#include "kernel_operator.h"\n{text}', "k", 2201, [("x", 0, 0, True)], twin_cache)
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.float16, "half"), (torch.bfloat16, "bfloat16_t")], ids=str)
+def test_small_floats_are_torchs(dtype, name, twin_cache):
+    """Every 16-bit pattern to float and back, and floats halfway between, to the nearest and even."""
+    text = f"""
+#include "kernel_operator.h"
+extern "C" void k(GM_ADDR x, GM_ADDR wide, GM_ADDR narrow) {{
+    for (int i = 0; i < 65536; i++) {{
+        reinterpret_cast<float*>(wide)[i] = twin::Wide(reinterpret_cast<{name}*>(x)[i]);
+        reinterpret_cast<{name}*>(narrow)[2 * i] = twin::Store<{name}>(reinterpret_cast<float*>(wide)[i]);
+        const float next = reinterpret_cast<float*>(wide)[i] * 1.00048828125f;  // past a half, or not
+        reinterpret_cast<{name}*>(narrow)[2 * i + 1] = twin::Store<{name}>(next);
+    }}
+}}"""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    wide, narrow = torch.empty(65536), torch.empty(65536, 2, dtype=dtype)
+    tensors = [(n, t.data_ptr(), t.nbytes, True) for n, t in (("x", x), ("wide", wide), ("narrow", narrow))]
+    run_source(text, "k", 2201, tensors, twin_cache)
+    assert torch.equal(wide.nan_to_num(7), x.float().nan_to_num(7))
+    want = torch.stack([x, (x.float() * 1.00048828125).to(dtype)], 1)
+    nan = want.isnan()  # whatever its sign
+    assert torch.equal(narrow.isnan(), nan)
+    assert torch.equal(narrow[~nan].view(torch.int16), want[~nan].view(torch.int16))

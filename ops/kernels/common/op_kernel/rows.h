@@ -63,6 +63,19 @@ __aicore__ inline void TimesRow(const LocalTensor<float>& y, const LocalTensor<f
     }
 }
 
+// y[r, :] += x[r, :] * v.
+__aicore__ inline void AddTimesRow(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                                   const LocalTensor<float>& v, uint32_t rows, uint32_t width)
+{
+    const BinaryRepeatParams p(1, 1, 1, width / BLOCK, width / BLOCK, 0);
+    for (uint32_t r = 0; r < rows; r += MOST) {
+        for (uint32_t c = 0; c < width; c += LANES) {
+            const uint32_t at = r * width + c;
+            AscendC::MulAddDst(y[at], x[at], v[c], Least(LANES, width - c), Least(MOST, rows - r), p);
+        }
+    }
+}
+
 // y[r, :] += s[r] * v, where `spread` has each s[r] in a block of its own.
 __aicore__ inline void AddOuter(const LocalTensor<float>& y, const LocalTensor<float>& spread,
                                 const LocalTensor<float>& v, uint32_t rows, uint32_t width)

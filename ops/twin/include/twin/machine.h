@@ -194,7 +194,7 @@ inline Region& RegionOf(const char* what, const void* address)
     Refuse("%s: an address in no tensor of the operator", what);
 }
 
-// Bytes of global memory are read, or written; `region` is where the tensor began, so that no copy leaves it.
+// Bytes of global memory are read, or written. In the leading bytes that are nobody's, order does not matter.
 inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin, uint64_t bytes, bool write)
 {
     const uint64_t end = begin + bytes;
@@ -221,6 +221,7 @@ inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin,
             reader = reader && reader != me ? Region::SEVERAL : me;
         }
     }
+    if (end <= region.shared) return;
     const uint32_t time = core.now[pipe][pipe];
     for (const GmAccess& a : core.pending)
         if (a.region == &region && a.begin < end && begin < a.end && (write || a.write))

@@ -63,6 +63,7 @@ inline half NarrowHalf(float x)
     if (x != x) return half{uint16_t(sign | 0x7E00)};
     const float size = std::fabs(x);
     if (size >= 65520.f) return half{uint16_t(sign | 0x7C00)};
+    if (size == 0) return half{sign};
     int exponent = 0;
     std::frexp(size, &exponent);
     const int step = std::max(exponent - 11, -24);  // exponent of the last bit
