@@ -19,12 +19,12 @@ constexpr uint32_t MOST = 248;       // rows of one instruction: a multiple of 8
 __aicore__ inline uint32_t Least(uint32_t a, uint32_t b) { return a < b ? a : b; }
 __aicore__ inline uint32_t RoundUp(uint32_t n, uint32_t unit) { return (n + unit - 1) / unit * unit; }
 
-// A 16-bit float or float as float; `x` and `y` may be one tensor only for float.
+// A 16-bit float or float as float.
 template <typename T>
 __aicore__ inline void ToFloats(const LocalTensor<float>& y, const LocalTensor<T>& x, uint32_t count)
 {
     if constexpr (AscendC::IsSameType<T, float>::value) {
-        AscendC::DataCopy(y, x, RoundUp(count, BLOCK));
+        AscendC::Muls(y, x, 1.0f, count);
     } else {
         AscendC::Cast(y, x, AscendC::RoundMode::CAST_NONE, count);
     }
@@ -34,7 +34,7 @@ template <typename T>
 __aicore__ inline void FromFloats(const LocalTensor<T>& y, const LocalTensor<float>& x, uint32_t count)
 {
     if constexpr (AscendC::IsSameType<T, float>::value) {
-        AscendC::DataCopy(y, x, RoundUp(count, BLOCK));
+        AscendC::Muls(y, x, 1.0f, count);
     } else {
         AscendC::Cast(y, x, AscendC::RoundMode::CAST_RINT, count);
     }
@@ -102,6 +102,40 @@ __aicore__ inline void OverEach(const LocalTensor<float>& y, const LocalTensor<f
     }
 }
 
+// y = x * s, y += x * s, y = x / s, for the one number s that fills the block `one`.
+__aicore__ inline void TimesOne(const LocalTensor<float>& y, const LocalTensor<float>& x, const LocalTensor<float>& one,
+                                uint32_t count)
+{
+    const BinaryRepeatParams p(1, 1, 0, BLOCK, BLOCK, 0);
+    for (uint32_t c = 0; c < count; c += MOST * LANES) {
+        const uint32_t full = Least(MOST, (count - c) / LANES), rest = Least(MOST * LANES, count - c) - full * LANES;
+        if (full) AscendC::Mul(y[c], x[c], one, LANES, full, p);
+        if (rest) AscendC::Mul(y[c + full * LANES], x[c + full * LANES], one, rest, 1, p);
+    }
+}
+
+__aicore__ inline void AddTimesOne(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                                   const LocalTensor<float>& one, uint32_t count)
+{
+    const BinaryRepeatParams p(1, 1, 0, BLOCK, BLOCK, 0);
+    for (uint32_t c = 0; c < count; c += MOST * LANES) {
+        const uint32_t full = Least(MOST, (count - c) / LANES), rest = Least(MOST * LANES, count - c) - full * LANES;
+        if (full) AscendC::MulAddDst(y[c], x[c], one, LANES, full, p);
+        if (rest) AscendC::MulAddDst(y[c + full * LANES], x[c + full * LANES], one, rest, 1, p);
+    }
+}
+
+__aicore__ inline void OverOne(const LocalTensor<float>& y, const LocalTensor<float>& x, const LocalTensor<float>& one,
+                               uint32_t count)
+{
+    const BinaryRepeatParams p(1, 1, 0, BLOCK, BLOCK, 0);
+    for (uint32_t c = 0; c < count; c += MOST * LANES) {
+        const uint32_t full = Least(MOST, (count - c) / LANES), rest = Least(MOST * LANES, count - c) - full * LANES;
+        if (full) AscendC::Div(y[c], x[c], one, LANES, full, p);
+        if (rest) AscendC::Div(y[c + full * LANES], x[c + full * LANES], one, rest, 1, p);
+    }
+}
+
 // s[r] in a block of its own each; `rows` of `s` are rounded up to 8, and have to hold something.
 __aicore__ inline void Spread(const LocalTensor<float>& spread, const LocalTensor<float>& s, uint32_t rows)
 {
@@ -125,7 +159,18 @@ __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor
     }
 }
 
-// y = 1 / (1 + exp(-x)) as y = numerator / (1 + exp(-x)); `work` is used up and may not be x or the numerator.
+// x[0] + x[1] + ... in sum[0]; `count` is a multiple of 8, x is used up. For one long row: halves are added.
+__aicore__ inline void LongSum(const LocalTensor<float>& sum, const LocalTensor<float>& x, uint32_t count)
+{
+    while (count > LANES) {
+        const uint32_t half_count = RoundUp(count / 2, BLOCK);
+        AscendC::Add(x, x, x[half_count], count - half_count);
+        count = half_count;
+    }
+    AscendC::WholeReduceSum<float>(sum, x, count, 1, 1, 1, 8);
+}
+
+// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up and may not be x or the numerator.
 __aicore__ inline void TimesSigmoid(const LocalTensor<float>& y, const LocalTensor<float>& numerator,
                                     const LocalTensor<float>& x, const LocalTensor<float>& work, uint32_t count)
 {

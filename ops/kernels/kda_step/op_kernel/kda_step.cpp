@@ -144,7 +144,7 @@ private:
         Exp(rateBlock, rateBlock, rows::BLOCK);
         Add(keep, keep, bias, t.key);
         if (t.lower_bound != 0.0f) {
-            EachTimes(keep, rateBlock);
+            rows::TimesOne(keep, keep, rateBlock, t.key);
             Duplicate(work, t.lower_bound, t.key);
             rows::TimesSigmoid(keep, work, keep, work[t.key], t.key);
         } else {  // softplus(z) = max(z, 0) + ln(1 + exp(-|z|))
@@ -155,7 +155,7 @@ private:
             Ln(work, work, t.key);
             Maxs(keep, keep, 0.0f, t.key);
             Add(keep, keep, work, t.key);
-            EachTimes(keep, rateBlock);
+            rows::TimesOne(keep, keep, rateBlock, t.key);
             Muls(keep, keep, -1.0f, t.key);
         }
     }
@@ -169,15 +169,7 @@ private:
         Adds(small, small, t.norm_eps, rows::BLOCK);
         Sqrt(small, small, rows::BLOCK);
         rows::Spread(work, small, 1);
-        rows::OverEach(x, x, work, 1, t.key);
-    }
-
-    // x *= the one value in `block`.
-    __aicore__ inline void EachTimes(const LocalTensor<float>& x, const LocalTensor<float>& block)
-    {
-        for (uint32_t c = 0; c < t.key; c += rows::LANES) {
-            Mul(x[c], x[c], block, rows::Least(rows::LANES, t.key - c), 1, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
-        }
+        rows::OverOne(x, x, work, t.key);
     }
 
     // Some rows of a state: S <- S diag(keep); S += beta (v - S k) k^T; o = S q.
@@ -190,9 +182,7 @@ private:
         rows::TimesRow(product, next, k32, tile, t.key);
         rows::RowSums(sums, product, tile, t.key);
         Sub(sums, v32[done], sums, tile);
-        for (uint32_t r = 0; r < tile; r += rows::LANES) {
-            Mul(sums[r], sums[r], betaBlock, rows::Least(rows::LANES, tile - r), 1, BinaryRepeatParams(1, 1, 0, 8, 8, 0));
-        }
+        rows::TimesOne(sums, sums, betaBlock, tile);
         rows::Spread(spread, sums, tile);
         rows::AddOuter(next, spread, k32, tile, t.key);
         rows::TimesRow(product, next, q32, tile, t.key);
