@@ -96,8 +96,8 @@ class CoreCounters(ctypes.Structure):
 
 def run_library(
     built: ctypes.CDLL, tensors: Sequence[tuple[str, int, int, bool, int]], arguments: Sequence[int], cores: int
-) -> list[CoreCounters]:
-    """Run a kernel's library.
+) -> tuple[list[CoreCounters], int]:
+    """Run a kernel's library: counters of each core, and how many bytes any core read or wrote, each counted once.
 
     Args:
         tensors: name, address, bytes, whether it holds values, leading bytes that are nobody's.
@@ -109,9 +109,11 @@ def run_library(
     listed = (_Tensor * max(1, len(tensors)))(*((n.encode(), p, b, f, s) for n, p, b, f, s in tensors))
     given = (ctypes.c_void_p * max(1, len(arguments)))(*arguments)
     counters, error = (CoreCounters * max(1, cores))(), ctypes.create_string_buffer(ERROR_BYTES)
-    if built.twin_run(listed, len(tensors), given, len(arguments), cores, counters, error, ERROR_BYTES):
+    touched = ctypes.c_uint64()
+    arrays = (listed, len(tensors), given, len(arguments))
+    if built.twin_run(*arrays, cores, counters, ctypes.byref(touched), error, ERROR_BYTES):
         raise KernelError(error.value.decode())
-    return list(counters)
+    return list(counters), touched.value
 
 
 def run_source(
@@ -124,4 +126,4 @@ def run_source(
     """
     text = f'{source}\n#define TWIN_KERNEL {kernel}\n#include "twin/launch.h"\n'
     built = library(text, {"__NPU_ARCH__": str(arch)}, [TWIN / "include"], [], cache)
-    return run_library(built, [(*t, 0) for t in tensors], [t[1] for t in tensors], cores)
+    return run_library(built, [(*t, 0) for t in tensors], [t[1] for t in tensors], cores)[0]

@@ -97,21 +97,25 @@ class Counters:
 
     Attributes:
         read, written: bytes of global memory. instructions: by pipe. repeats: vector work in units of 256 bytes.
+        touched: bytes of global memory that any core reads plus those that any core writes, each counted once: what is
+            left of `bytes` where the second reader finds them in the L2 cache.
     """
 
     read: tuple[int, ...]
     written: tuple[int, ...]
     instructions: dict[str, tuple[int, ...]]
     repeats: tuple[int, ...]
+    touched: int
 
     @staticmethod
-    def of(cores: Sequence[CoreCounters]) -> "Counters":
+    def of(cores: Sequence[CoreCounters], touched: int) -> "Counters":
         by_pipe = {pipe: tuple(c.instructions[i] for c in cores) for i, pipe in enumerate(PIPES)}
         return Counters(
             tuple(c.gm_read for c in cores),
             tuple(c.gm_written for c in cores),
             {pipe: counts for pipe, counts in by_pipe.items() if any(counts)},
             tuple(c.repeats for c in cores),
+            touched,
         )
 
     @property
@@ -227,8 +231,8 @@ class Kernel:
         if self._host.twin_tile(given, len(given), values, len(numbers), cores, ub, ctypes.byref(tiling)):
             raise KernelError(f"{self.definition.type}: tiling refuses {_shapes(inputs)}")
         outputs = self._outputs(listed, made)
-        counters = self._launch(listed, outputs, tiling, arch, nobody or {})
-        return Run(outputs, Counters.of(counters), tiling.cores)
+        counters = Counters.of(*self._launch(listed, outputs, tiling, arch, nobody or {}))
+        return Run(outputs, counters, tiling.cores)
 
     def _listed(self, inputs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
         """The tensors of every input of the prototype, in its order."""
@@ -287,7 +291,7 @@ class Kernel:
         tiling: _Tiling,
         arch: int,
         nobody: Mapping[str, int],
-    ) -> list[CoreCounters]:
+    ) -> tuple[list[CoreCounters], int]:
         tensors, arguments, lists = [], [], []
         for parameter in self.definition.inputs:
             here = [outputs[parameter.name]] if parameter.name in outputs else listed[parameter.name]

@@ -91,6 +91,7 @@ def test_with_few_tokens_cores_read_the_query_again_rather_than_wait(kernel):
     run = kernel.run(values, {"eps": 1e-5})
     assert run.cores == 33
     assert run.counters.bytes == minimum(values) + 32 * 2 * values["norm"].nbytes
+    assert run.counters.touched == minimum(values)
 
 
 @pytest.mark.parametrize("width", [24, 16384])

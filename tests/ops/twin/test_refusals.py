@@ -8,7 +8,7 @@ from kimi_graph.ops.twin import run_source
 
 # Every kernel has x and y of 64 floats in global memory, and these at hand.
 PRELUDE = """
-#include "kernel_operator.h"
+#include "kernel_operator_list_tensor_intf.h"
 using namespace AscendC;
 struct Case {
     TPipe pipe;

@@ -3,6 +3,7 @@
 // A core has whole tokens and reads each source of a token once: the mix so far is scaled down where a source with a
 // larger score comes (online softmax). float32 inside, rounded once.
 #include "attn_res_mix_tiling.h"
+#include "kernel_operator_list_tensor_intf.h"
 #include "rows.h"
 
 using namespace AscendC;

@@ -60,6 +60,15 @@ inline void EndCore()
     machine.counters.push_back(core.counters);
 }
 
+// Bytes that some core read, plus bytes that some core wrote: each once.
+inline uint64_t Touched()
+{
+    uint64_t touched = 0;
+    for (const Region& r : machine.regions)
+        for (uint64_t i = 0; i < r.size; i++) touched += (r.reader[i] != 0) + (r.writer[i] != 0);
+    return touched;
+}
+
 inline void AllWritten()
 {
     for (const Region& r : machine.regions)
@@ -71,10 +80,10 @@ inline void AllWritten()
 
 }  // namespace twin
 
-// 0 done, 1 refused (the reason is in `error`). `counters` has room for one a core.
+// 0 done, 1 refused (the reason is in `error`). `counters` has room for one a core; `touched` is one number.
 extern "C" int twin_run(const twin::Tensor* tensors, uint32_t tensor_count, uint8_t* const* arguments,
-                        uint32_t argument_count, uint32_t cores, twin::Counters* counters, char* error,
-                        uint32_t error_size)
+                        uint32_t argument_count, uint32_t cores, twin::Counters* counters, uint64_t* touched,
+                        char* error, uint32_t error_size)
 {
     using namespace twin;
     machine.regions.clear();
@@ -100,6 +109,7 @@ extern "C" int twin_run(const twin::Tensor* tensors, uint32_t tensor_count, uint
         std::snprintf(error, error_size, "core %u: %s", core, refusal.what());
         return 1;
     }
+    *touched = Touched();
     std::copy(machine.counters.begin(), machine.counters.end(), counters);
     return 0;
 }
