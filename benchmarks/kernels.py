@@ -1,8 +1,9 @@
 """Bytes that the Ascend C kernels move, counted by their CPU twin, against the least that each shape needs.
 
 Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
-read and write; `touched` counts each byte once, as if the L2 cache kept what a second core reads. A kernel may move 1.05
-times the minimum; where a few cores would meet that and many are faster, `touched` has to (AttnResMix with few tokens).
+read and write; `touched` counts each byte once, as if the L2 cache kept what a second core reads. A kernel may move
+1.05 times the minimum; where few cores would meet that and many are faster, `touched` has to (AttnResMix with few
+tokens).
 The busiest core's share of all bytes and of all vector work is printed beside an even share.
 
     python benchmarks/kernels.py [--arch 2201|3510]

@@ -44,7 +44,16 @@ def compare(run, values):
 @pytest.mark.parametrize("dtype, weight", [(BF16, F32), (F32, F32)], ids=str)
 @pytest.mark.parametrize(
     "batch, tokens, heads, key",
-    [(1, 1, 1, 128), (33, 1, 12, 128), (5, 1, 3, 16), (2, 3, 2, 48), (3, 64, 1, 80), (2, 65, 2, 128), (1, 700, 3, 128)],
+    [
+        (1, 1, 1, 128),
+        (33, 1, 12, 128),
+        (5, 1, 3, 16),
+        (2, 3, 2, 48),
+        (33, 4, 3, 128),
+        (3, 64, 1, 80),
+        (2, 65, 2, 128),
+        (1, 700, 3, 128),
+    ],
     ids=str,
 )
 def test_it_is_the_references(batch, tokens, heads, key, dtype, weight, arch, kernel):

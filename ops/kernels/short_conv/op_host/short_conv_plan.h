@@ -10,12 +10,13 @@ struct ShortConvSizes {
     uint32_t element, weight_element;  // bytes
 };
 
-// Bytes of UB the kernel takes for a block of channels and a chunk of tokens.
-inline uint64_t ShortConvBytes(const ShortConvSizes& s, uint64_t block, uint64_t chunk)
+// Bytes of UB the kernel takes for a block of channels, a chunk of tokens and a group of rows.
+inline uint64_t ShortConvBytes(const ShortConvSizes& s, uint64_t block, uint64_t chunk, uint64_t group)
 {
-    const uint64_t queues = 2 * (chunk + 3) + 2 * chunk + 3 + 2 * 3 + 2 * 3;  // x, y, its end, window in and out
-    const uint64_t floats = (chunk + 3) + 2 * chunk + 4 + 3 + 3;              // wide, y, work, taps, window
-    return block * (queues * s.element + 4 * s.weight_element + floats * 4 + 5 * 4) + 32 * 16;
+    const uint64_t before = s.tokens > chunk ? 3 : 0;
+    const uint64_t queues = 2 * (chunk + before) + 2 * chunk + 2 * 3 + 2 * 3;  // x, y, windows in and out
+    const uint64_t floats = (chunk + 3) + 2 * chunk + 3 + 3 + 4;               // wide, y, work, windows twice, offsets
+    return block * group * (queues * s.element + floats * 4) + block * (4 * s.weight_element + 5 * 4) + 32 * 16;
 }
 
 // Largest divisor of `channels` that is a multiple of 16 and at most `most`.
@@ -46,11 +47,18 @@ inline uint32_t PlanShortConv(const ShortConvSizes& s, uint32_t cores, uint64_t 
     // Copies of less than 128 bytes are slow; more than 512 channels are not needed for speed.
     uint64_t most = s.channels * sharing / cores;
     most = most < 64 ? 64 : most > 512 ? 512 : most;
-    while (most > 16 && ShortConvBytes(s, most, chunk) > ub) {
+    while (most > 16 && ShortConvBytes(s, most, chunk, 1) > ub) {
         most -= 16;
     }
     const uint64_t block = BlockOf(s.channels, most), blocks = s.channels / block;
-    if (ShortConvBytes(s, block, chunk) > ub || blocks * s.batch * chunks > UINT32_MAX) {
+    // Short rows are worked on together: an instruction for all of them.
+    uint64_t group = chunks > 1 ? 1 : (s.batch + sharing - 1) / sharing;
+    while (group > 1 && (ShortConvBytes(s, block, chunk, group) > ub || chunk * group > 4095)) {
+        group--;
+    }
+    const uint64_t groups = (s.batch + group - 1) / group;
+    group = (s.batch + groups - 1) / groups;
+    if (ShortConvBytes(s, block, chunk, group) > ub || blocks * groups * chunks > UINT32_MAX) {
         return 0;
     }
     t.batch = uint32_t(s.batch);
@@ -59,8 +67,11 @@ inline uint32_t PlanShortConv(const ShortConvSizes& s, uint32_t cores, uint64_t 
     t.block = uint32_t(block);
     t.chunk = uint32_t(chunk);
     t.chunks = uint32_t(chunks);
-    t.tasks = uint32_t(blocks * s.batch * chunks);
-    return uint32_t(blocks * sharing < cores ? blocks * sharing : cores);
+    t.group = uint32_t(group);
+    t.groups = uint32_t(groups);
+    t.tasks = uint32_t(blocks * groups * chunks);
+    const uint64_t most_cores = blocks * sharing < cores ? blocks * sharing : cores;
+    return uint32_t(t.tasks < most_cores ? t.tasks : most_cores);
 }
 
 }  // namespace plan

@@ -1,8 +1,9 @@
 // Causal depthwise convolution of four taps, then SiLU, with the last three inputs of every channel as state.
 //
 // In memory taps and windows lie beside each other for a channel; the vector unit wants channels beside each other.
-// Gather turns one into the other, in UB. A task is a block of channels of a stretch of one row; who has a row's first
-// stretch also reads and writes its windows, so that nobody else meets them.
+// Gather turns one into the other, in UB. A task is a block of channels of a stretch of one row, or of some short rows:
+// [tokens, lanes], where lanes are the rows' channels. Who has a row's first stretch also reads and writes its windows,
+// so that nobody else meets them.
 #include "rows.h"
 #include "short_conv_tiling.h"
 
@@ -23,69 +24,73 @@ public:
         lengthsGm.SetGlobalBuffer((__gm__ int64_t*)lengths);
         countsGm.SetGlobalBuffer((__gm__ int64_t*)counts);
         yGm.SetGlobalBuffer((__gm__ T*)y);
-        const uint32_t n = t.block;
-        pipe->InitBuffer(xIn, 2, (t.chunk + PAST) * n * sizeof(T));
-        pipe->InitBuffer(yOut, 2, t.chunk * n * sizeof(T));
-        pipe->InitBuffer(endIn, 1, PAST * n * sizeof(T));
-        pipe->InitBuffer(windowIn, 2, PAST * n * sizeof(T));
-        pipe->InitBuffer(windowOut, 2, PAST * n * sizeof(T));
+        const uint32_t n = t.block, most = t.group * n, before = t.chunks > 1 ? PAST : 0;
+        pipe->InitBuffer(xIn, 2, (t.chunk + before) * most * sizeof(T));
+        pipe->InitBuffer(yOut, 2, t.chunk * most * sizeof(T));
+        pipe->InitBuffer(windowIn, 2, PAST * most * sizeof(T));
+        pipe->InitBuffer(windowOut, 2, PAST * most * sizeof(T));
         pipe->InitBuffer(weightIn, 1, TAPS * n * sizeof(W));
-        pipe->InitBuffer(floatBuf, (3 * t.chunk + PAST + TAPS + 2 * PAST) * n * sizeof(float));
-        pipe->InitBuffer(offsetBuf, 5 * n * sizeof(int32_t));
+        pipe->InitBuffer(floatBuf, ((3 * t.chunk + PAST + 2 * PAST) * most + TAPS * n) * sizeof(float));
+        pipe->InitBuffer(offsetBuf, ((1 + PAST) * most + n) * sizeof(int32_t));
         wide = floatBuf.Get<float>();
-        made = wide[(t.chunk + PAST) * n];
-        work = made[t.chunk * n];
-        taps = work[t.chunk * n];
-        flat = taps[TAPS * n];
-        end = flat[PAST * n];
+        made = wide[(t.chunk + PAST) * most];
+        work = made[t.chunk * most];
+        flat = work[t.chunk * most];
+        end = flat[PAST * most];
+        taps = end[PAST * most];
         LocalTensor<int32_t> offsets = offsetBuf.Get<int32_t>();
-        Offsets(offsets, offsets[n], offsets[2 * n]);
-        ofWindow = offsets.ReinterpretCast<uint32_t>();
-        ofTaps = offsets[n].ReinterpretCast<uint32_t>();
-        toWindow = offsets[2 * n].ReinterpretCast<uint32_t>();
+        toWindow = offsets;
+        CreateVecIndex(offsets[PAST * most], int32_t(0), most);
+        Muls(offsets[(PAST + 1) * most], offsets[PAST * most], int32_t(TAPS * sizeof(float)), n);
+        Muls(offsets[PAST * most], offsets[PAST * most], int32_t(PAST * sizeof(float)), most);
+        ofWindow = offsets[PAST * most].ReinterpretCast<uint32_t>();
+        ofTaps = offsets[(PAST + 1) * most].ReinterpretCast<uint32_t>();
     }
 
     __aicore__ inline void Process()
     {
         const uint32_t cores = GetBlockNum(), core = GetBlockIdx();
-        const uint32_t last = uint64_t(t.tasks) * (core + 1) / cores, of_block = t.batch * t.chunks;
+        const uint32_t last = uint64_t(t.tasks) * (core + 1) / cores, ofBlock = t.groups * t.chunks;
         uint32_t block = UINT32_MAX;
         for (uint32_t task = uint64_t(t.tasks) * core / cores; task < last; task++) {
-            if (task / of_block != block) {
-                block = task / of_block;
+            if (task / ofBlock != block) {
+                block = task / ofBlock;
                 Taps(block * t.block);
             }
-            Stretch(block * t.block, task % of_block / t.chunks, task % t.chunks);
+            row = task % ofBlock / t.chunks * t.group;
+            rowsHere = rows::Least(t.group, t.batch - row);
+            channel = block * t.block;
+            Stretch(task % t.chunks);
         }
     }
 
 private:
     static constexpr uint32_t TAPS = 4, PAST = 3;
 
-    // Byte offsets: of channel c's window, c * 3 elements; of its taps, c * 4; and of what stands at place c * 3 + j of a
-    // window in [3, block]: j * block + c.
-    __aicore__ inline void Offsets(LocalTensor<int32_t> window, LocalTensor<int32_t> weight, LocalTensor<int32_t> back)
+    // Offsets back into windows: at place c * 3 + j of a window stands lane c of row j of [3, lanes].
+    __aicore__ inline void SetLanes(uint32_t count)
     {
-        const int32_t n = t.block, all = PAST * t.block;
-        CreateVecIndex(window, int32_t(0), n);
-        Muls(weight, window, int32_t(TAPS * sizeof(float)), n);
-        Muls(window, window, int32_t(PAST * sizeof(float)), n);
+        if (count == lanes) {
+            return;
+        }
+        lanes = count;
+        const int32_t all = PAST * lanes;
         LocalTensor<int32_t> place = wide.template ReinterpretCast<int32_t>();
-        LocalTensor<int32_t> channel = flat.template ReinterpretCast<int32_t>();
+        LocalTensor<int32_t> lane = flat.template ReinterpretCast<int32_t>();
         CreateVecIndex(place, int32_t(0), all);
         Cast(end, place, RoundMode::CAST_NONE, all);
         Adds(end, end, 0.5f, all);  // in the middle of its third: whatever a third is rounded to, floor is right
         Muls(end, end, 1.0f / PAST, all);
-        Cast(channel, end, RoundMode::CAST_FLOOR, all);
-        Muls(back, place, int32_t(n * sizeof(float)), all);
-        Muls(channel, channel, int32_t((PAST * n - 1) * sizeof(float)), all);
-        Sub(back, back, channel, all);
+        Cast(lane, end, RoundMode::CAST_FLOOR, all);
+        Muls(toWindow, place, int32_t(lanes * sizeof(float)), all);
+        Muls(lane, lane, int32_t((all - 1) * sizeof(float)), all);
+        Sub(toWindow, toWindow, lane, all);
     }
 
-    __aicore__ inline void Taps(uint32_t channel)
+    __aicore__ inline void Taps(uint32_t first)
     {
         LocalTensor<W> in = weightIn.template AllocTensor<W>();
-        DataCopy(in, weightGm[uint64_t(channel) * TAPS], TAPS * t.block);
+        DataCopy(in, weightGm[uint64_t(first) * TAPS], TAPS * t.block);
         weightIn.EnQue(in);
         in = weightIn.template DeQue<W>();
         rows::ToFloats(wide, in, TAPS * t.block);
@@ -95,88 +100,128 @@ private:
         }
     }
 
-    // Tokens [from, from + count) of a row: a block of channels of each.
-    __aicore__ inline void CopyTokens(const LocalTensor<T>& in, uint32_t row, uint32_t from, uint32_t count, uint32_t channel)
+    // Tokens [from, from + count) of the rows, to or from [count, lanes]: whole rows, or one token of all rows at a time.
+    __aicore__ inline void CopyTokens(const LocalTensor<T>& in, uint32_t from, uint32_t count)
     {
-        const uint32_t gap = (t.channels - t.block) * sizeof(T);
-        DataCopyPad(in, xGm[(uint64_t(row) * t.tokens + from) * t.channels + channel],
-                    DataCopyExtParams(count, t.block * sizeof(T), gap, 0, 0), DataCopyPadExtParams<T>());
+        const uint32_t bytes = t.block * sizeof(T), all = t.channels * sizeof(T);
+        const uint64_t at = (uint64_t(row) * t.tokens + from) * t.channels + channel;
+        if (rowsHere == 1) {
+            DataCopyPad(in, xGm[at], DataCopyExtParams(count, bytes, all - bytes, 0, 0), DataCopyPadExtParams<T>());
+            return;
+        }
+        const DataCopyExtParams over(rowsHere, bytes, t.tokens * all - bytes, 0, 0);
+        for (uint32_t i = 0; i < count; i++) {
+            DataCopyPad(in[i * lanes], xGm[at + uint64_t(i) * t.channels], over, DataCopyPadExtParams<T>());
+        }
     }
 
-    __aicore__ inline void Stretch(uint32_t channel, uint32_t row, uint32_t chunk)
+    __aicore__ inline void CopyResult(const LocalTensor<T>& out, uint32_t from, uint32_t count)
     {
-        const uint32_t from = chunk * t.chunk, count = rows::Least(t.chunk, t.tokens - from), n = t.block;
+        const uint32_t bytes = t.block * sizeof(T), all = t.channels * sizeof(T);
+        const uint64_t at = (uint64_t(row) * t.tokens + from) * t.channels + channel;
+        if (rowsHere == 1) {
+            DataCopyPad(yGm[at], out, DataCopyExtParams(count, bytes, 0, all - bytes, 0));
+            return;
+        }
+        const DataCopyExtParams over(rowsHere, bytes, 0, t.tokens * all - bytes, 0);
+        for (uint32_t i = 0; i < count; i++) {
+            DataCopyPad(yGm[at + uint64_t(i) * t.channels], out[i * lanes], over);
+        }
+    }
+
+    __aicore__ inline void Stretch(uint32_t chunk)
+    {
+        const uint32_t from = chunk * t.chunk, count = rows::Least(t.chunk, t.tokens - from);
         const uint32_t before = chunk ? PAST : 0;
+        SetLanes(rowsHere * t.block);
         LocalTensor<T> in = xIn.template AllocTensor<T>();
-        CopyTokens(in, row, from - before, count + before, channel);
+        CopyTokens(in, from - before, count + before);
         xIn.EnQue(in);
         if (chunk == 0) {
-            CopyWindow(channel, row);
+            CopyWindows();
         }
         in = xIn.template DeQue<T>();
-        rows::ToFloats(wide[(PAST - before) * n], in, (count + before) * n);
+        rows::ToFloats(wide[(PAST - before) * lanes], in, (count + before) * lanes);
         xIn.FreeTensor(in);
         if (chunk == 0) {
-            NextWindow(channel, row, count);
+            NextWindows(count);
         }
-        rows::TimesRow(made, wide, taps, count, n);
+        const uint32_t lines = count * rowsHere;
+        rows::TimesRow(made, wide, taps, lines, t.block);
         for (uint32_t j = 1; j < TAPS; j++) {
-            rows::AddTimesRow(made, wide[j * n], taps[j * n], count, n);
+            rows::AddTimesRow(made, wide[j * lanes], taps[j * t.block], lines, t.block);
         }
-        rows::TimesSigmoid(made, made, made, work, count * n);
+        rows::TimesSigmoid(made, made, made, work, count * lanes);
         LocalTensor<T> out = yOut.template AllocTensor<T>();
-        rows::FromFloats(out, made, count * n);
+        rows::FromFloats(out, made, count * lanes);
         yOut.EnQue(out);
         out = yOut.template DeQue<T>();
-        DataCopyPad(yGm[(uint64_t(row) * t.tokens + from) * t.channels + channel], out,
-                    DataCopyExtParams(count, n * sizeof(T), 0, (t.channels - n) * sizeof(T), 0));
+        CopyResult(out, from, count);
         yOut.FreeTensor(out);
     }
 
-    __aicore__ inline uint64_t WindowAt(uint32_t channel, uint32_t row)
+    __aicore__ inline uint64_t WindowAt(uint32_t i)
     {
-        return (uint64_t(slotsGm.GetValue(row)) * t.channels + channel) * PAST;
+        return (uint64_t(slotsGm.GetValue(row + i)) * t.channels + channel) * PAST;
     }
 
-    // The three inputs before this step, to the head of `wide`; zeros where the sequence starts in this step.
-    __aicore__ inline void CopyWindow(uint32_t channel, uint32_t row)
+    __aicore__ inline bool Starts(uint32_t i) { return lengthsGm.GetValue(row + i) <= countsGm.GetValue(row + i); }
+
+    // The three inputs before this step, to the head of `wide`; zeros where a sequence starts in this step.
+    __aicore__ inline void CopyWindows()
     {
         const uint32_t n = t.block;
-        if (lengthsGm.GetValue(row) <= countsGm.GetValue(row)) {
+        if (rowsHere == 1 && Starts(0)) {
             Duplicate(wide, 0.0f, PAST * n);
             return;
         }
         LocalTensor<T> in = windowIn.template AllocTensor<T>();
-        DataCopy(in, windowGm[WindowAt(channel, row)], PAST * n);
+        for (uint32_t i = 0; i < rowsHere; i++) {
+            DataCopy(in[i * PAST * n], windowGm[WindowAt(i)], PAST * n);
+        }
         windowIn.EnQue(in);
         in = windowIn.template DeQue<T>();
-        rows::ToFloats(flat, in, PAST * n);
+        rows::ToFloats(flat, in, PAST * lanes);
         windowIn.FreeTensor(in);
         for (uint32_t j = 0; j < PAST; j++) {
-            Gather(wide[j * n], flat, ofWindow, j * sizeof(float), n);
+            Gather(wide[j * lanes], flat, ofWindow, j * sizeof(float), lanes);
+        }
+        for (uint32_t i = 0; i < rowsHere; i++) {
+            for (uint32_t j = 0; j < PAST && Starts(i); j++) {
+                Duplicate(wide[j * lanes + i * n], 0.0f, n);
+            }
         }
     }
 
-    // The three inputs before the row's padding become its window: of this stretch's `count` tokens, or later ones.
-    __aicore__ inline void NextWindow(uint32_t channel, uint32_t row, uint32_t count)
+    // The three inputs before a row's padding become its window: among this stretch's `count` tokens, or later.
+    __aicore__ inline void NextWindows(uint32_t count)
     {
-        const uint32_t n = t.block, real = countsGm.GetValue(row);
-        LocalTensor<float> last = wide[real * n];
-        if (real > count) {
-            LocalTensor<T> in = endIn.template AllocTensor<T>();
-            CopyTokens(in, row, real - PAST, PAST, channel);
-            endIn.EnQue(in);
-            in = endIn.template DeQue<T>();
-            rows::ToFloats(end, in, PAST * n);
-            endIn.FreeTensor(in);
-            last = end;
+        const uint32_t n = t.block;
+        Gather(flat, wide[count * lanes], toWindow.template ReinterpretCast<uint32_t>(), 0, PAST * lanes);
+        for (uint32_t i = 0; i < rowsHere; i++) {
+            const uint32_t real = countsGm.GetValue(row + i);
+            LocalTensor<float> last = wide[real * lanes + i * n];
+            if (real == count) {
+                continue;
+            }
+            if (real > count) {  // in a later stretch: the row is alone
+                LocalTensor<T> in = windowIn.template AllocTensor<T>();
+                CopyTokens(in, real - PAST, PAST);
+                windowIn.EnQue(in);
+                in = windowIn.template DeQue<T>();
+                rows::ToFloats(end, in, PAST * n);
+                windowIn.FreeTensor(in);
+                last = end;
+            }
+            Gather(flat[i * PAST * n], last, toWindow.template ReinterpretCast<uint32_t>(), 0, PAST * n);
         }
-        Gather(flat, last, toWindow, 0, PAST * n);
         LocalTensor<T> out = windowOut.template AllocTensor<T>();
-        rows::FromFloats(out, flat, PAST * n);
+        rows::FromFloats(out, flat, PAST * lanes);
         windowOut.EnQue(out);
         out = windowOut.template DeQue<T>();
-        DataCopy(windowGm[WindowAt(channel, row)], out, PAST * n);
+        for (uint32_t i = 0; i < rowsHere; i++) {
+            DataCopy(windowGm[WindowAt(i)], out[i * PAST * n], PAST * n);
+        }
         windowOut.FreeTensor(out);
     }
 
@@ -187,11 +232,13 @@ private:
     GlobalTensor<int32_t> slotsGm;
     GlobalTensor<int64_t> lengthsGm, countsGm;
     TQue<TPosition::VECIN, 2> xIn, windowIn;
-    TQue<TPosition::VECIN, 1> weightIn, endIn;
+    TQue<TPosition::VECIN, 1> weightIn;
     TQue<TPosition::VECOUT, 2> yOut, windowOut;
     TBuf<TPosition::VECCALC> floatBuf, offsetBuf;
-    LocalTensor<float> wide, made, work, taps, flat, end;  // wide: [3 + chunk, block], the inputs as floats
-    LocalTensor<uint32_t> ofWindow, ofTaps, toWindow;
+    LocalTensor<float> wide, made, work, taps, flat, end;  // wide: [3 + chunk, lanes], the inputs as floats
+    LocalTensor<uint32_t> ofWindow, ofTaps;
+    LocalTensor<int32_t> toWindow;
+    uint32_t row = 0, rowsHere = 0, channel = 0, lanes = 0;  // of the task
 };
 
 extern "C" __global__ __aicore__ void short_conv(GM_ADDR x, GM_ADDR weight, GM_ADDR window, GM_ADDR slots,
