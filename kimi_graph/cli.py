@@ -104,8 +104,8 @@ def main() -> None:
     app(prog_name="kimi-graph")
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: a command of `app` that ends in an exit code and one clean line, never in a traceback of ours."""
+def command(function: Callable[..., None], of: typer.Typer = app, name: str | None = None) -> Callable[..., None]:
+    """Decorator: a command that ends in an exit code and one clean line, never in a traceback of ours."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
 
-    return app.command(cls=_Command)(run)
+    return of.command(name, cls=_Command)(run)
 
 
 def _fail(message: str) -> NoReturn:
@@ -655,3 +655,25 @@ def verify(
             progress=progress,
         )
     _judge(report, as_json=as_json, started=started)
+
+
+kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")
+app.add_typer(kernels, name="kernels")
+
+
+@functools.partial(command, of=kernels, name="export")
+def export_kernels(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="The project's folder.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """Write the project that a machine with CANN builds our operators from. Sources, CMake lists, and a README with the
+    exact commands. Nothing of it has run on a device.
+
+    \b
+    kimi-graph kernels export build/kernels
+    """
+    started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import export_kernels as export
+
+    made = export(out, overwrite=overwrite)
+    _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)

@@ -48,7 +48,7 @@ struct Definition {
     std::vector<std::string> socs;
 };
 
-inline Definition operator_definition, graph_prototype;
+static Definition operator_definition, graph_prototype;  // static: each library has its own
 
 inline std::string Json(const std::string& text) { return '"' + text + '"'; }
 
@@ -245,6 +245,6 @@ struct Implementation {
     Implementation& Tiling(ge::graphStatus (*f)(gert::TilingContext*)) { return tiling = f, *this; }
 };
 
-inline Implementation implementation;
+static Implementation implementation;
 
 }  // namespace twin

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from kimi_graph import ops
 from kimi_graph.errors import KernelError
-from kimi_graph.ops.twin import run_source
+from kimi_graph.ops.twin import Kernel, run_source
 
 # Every kernel has x and y of 64 floats in global memory, and these at hand.
 PRELUDE = """
@@ -344,3 +345,16 @@ extern "C" void k(GM_ADDR x, GM_ADDR wide, GM_ADDR narrow) {{
     nan = want.isnan()  # whatever its sign
     assert torch.equal(narrow.isnan(), nan)
     assert torch.equal(narrow[~nan].view(torch.int16), want[~nan].view(torch.int16))
+
+
+def test_libraries_of_several_kernels_do_not_meet(twin_cache):
+    """One process loads many: definitions, tilings and machines are each library's own."""
+    situ, norm = Kernel("situ_mul", twin_cache), Kernel("gated_rms_norm", twin_cache)
+    gate = torch.randn(4, 32)
+    for _ in range(2):
+        y = situ.run({"gate": gate, "up": gate}, {"beta": 4.0, "linear_beta": 25.0}).outputs["y"]
+        torch.testing.assert_close(y, ops.situ_mul(gate, gate, 4.0, 25.0), rtol=1e-5, atol=1e-5)
+        weight = torch.ones(32)
+        y = norm.run({"x": gate, "gate": gate, "weight": weight}, {"eps": 1e-5}).outputs["y"]
+        torch.testing.assert_close(y, ops.gated_rms_norm(gate, gate, weight, 1e-5), rtol=1e-5, atol=1e-5)
+    assert (situ.definition.type, norm.definition.type) == ("SituMul", "GatedRmsNorm")

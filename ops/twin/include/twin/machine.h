@@ -142,7 +142,7 @@ struct Machine {
     std::vector<Counters> counters;
 };
 
-inline Machine machine;
+static Machine machine;  // static: each library has its own, inline variables would be one in the process
 
 // An instruction begins: its time on its pipe.
 inline uint32_t Issue(Pipe pipe)
