@@ -207,6 +207,8 @@ struct PlatFormInfos {
 
 namespace gert {
 
+class TilingParseContext {};
+
 class TilingContext : public NodeContext {
 public:
     using NodeContext::NodeContext;
@@ -242,6 +244,11 @@ struct Implementation {
 
     Implementation& InferShape(ge::graphStatus (*f)(gert::InferShapeContext*)) { return shape = f, *this; }
     Implementation& InferDataType(ge::graphStatus (*f)(gert::InferDataTypeContext*)) { return type = f, *this; }
+    template <typename T>
+    Implementation& TilingParse(ge::graphStatus (*)(gert::TilingParseContext*))
+    {
+        return *this;
+    }
     Implementation& Tiling(ge::graphStatus (*f)(gert::TilingContext*)) { return tiling = f, *this; }
 };
 

@@ -23,6 +23,6 @@ static ge::graphStatus TilingAttnResMix(gert::TilingContext* context)
     return cores == 0 ? ge::GRAPH_FAILED : plan::Launch(context, cores);
 }
 
-IMPL_OP_OPTILING(AttnResMix).Tiling(TilingAttnResMix);
+IMPL_OP_OPTILING(AttnResMix).Tiling(TilingAttnResMix).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
 
 }  // namespace optiling

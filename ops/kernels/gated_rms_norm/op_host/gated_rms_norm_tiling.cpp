@@ -21,6 +21,6 @@ static ge::graphStatus TilingGatedRmsNorm(gert::TilingContext* context)
     return cores == 0 ? ge::GRAPH_FAILED : plan::Launch(context, cores);
 }
 
-IMPL_OP_OPTILING(GatedRmsNorm).Tiling(TilingGatedRmsNorm);
+IMPL_OP_OPTILING(GatedRmsNorm).Tiling(TilingGatedRmsNorm).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
 
 }  // namespace optiling

@@ -33,6 +33,6 @@ static ge::graphStatus TilingKdaStep(gert::TilingContext* context)
     return plan::Launch(context, cores);
 }
 
-IMPL_OP_OPTILING(KdaStep).Tiling(TilingKdaStep);
+IMPL_OP_OPTILING(KdaStep).Tiling(TilingKdaStep).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
 
 }  // namespace optiling

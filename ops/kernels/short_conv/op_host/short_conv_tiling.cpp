@@ -19,6 +19,6 @@ static ge::graphStatus TilingShortConv(gert::TilingContext* context)
     return cores == 0 ? ge::GRAPH_FAILED : plan::Launch(context, cores);
 }
 
-IMPL_OP_OPTILING(ShortConv).Tiling(TilingShortConv);
+IMPL_OP_OPTILING(ShortConv).Tiling(TilingShortConv).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
 
 }  // namespace optiling

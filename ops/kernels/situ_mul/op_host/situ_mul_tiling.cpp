@@ -22,6 +22,6 @@ static ge::graphStatus TilingSituMul(gert::TilingContext* context)
     return plan::Launch(context, cores);
 }
 
-IMPL_OP_OPTILING(SituMul).Tiling(TilingSituMul);
+IMPL_OP_OPTILING(SituMul).Tiling(TilingSituMul).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
 
 }  // namespace optiling
