@@ -34,6 +34,7 @@ PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
 KV_DTYPES = ("bf16", "int8", "fp8")
+KERNELS = ("semantics", "twin")
 WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
@@ -631,6 +632,15 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Of a mesh: every rank in a process of its own, over gloo.")
     ] = False,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KERNELS),
+            callback=_one_of(KERNELS, "way to run our operators"),
+            help="Our operators in native mode: by what is said of them, or their Ascend C kernels on a CPU twin.",
+        ),
+    ] = "semantics",
+    cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
@@ -642,6 +652,7 @@ def verify(
     """
     started = time.perf_counter()
     with _progress() as progress:
+        from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.compile.verify import verify_bundle
 
         report = verify_bundle(
@@ -652,6 +663,7 @@ def verify(
             seed=seed,
             bisect=bisect,
             processes=processes,
+            kernels=(cache_dir or default_cache(os.environ)) / "twin" if kernels == "twin" else None,
             progress=progress,
         )
     _judge(report, as_json=as_json, started=started)
