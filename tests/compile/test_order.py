@@ -6,9 +6,17 @@ import torch
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.convert import convert
 from kimi_graph.compile.executor import Executor, infer_shapes
-from kimi_graph.compile.ge_proto import ModelDef, control_edges
+from kimi_graph.compile.ge_proto import ModelDef, OpDef, control_edges, describe
 from kimi_graph.compile.lint import check_ordered
-from kimi_graph.compile.order import check_order, order_collectives
+from kimi_graph.compile.order import (
+    LARGE,
+    Overlap,
+    check_order,
+    is_heavy,
+    order_collectives,
+    overlap_kinds,
+    overlaps,
+)
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import BundleError
 from kimi_graph.parallel import Mesh, collectives
@@ -91,3 +99,50 @@ def test_the_first_difference_is_named_without_running_anything(host, other, mes
     one, two = Executor(graph(host, chained)), Executor(graph(host, other))
     with pytest.raises(BundleError, match=message):
         check_order([one, two, two, one], groups)
+
+
+def beside(x):
+    """The sine may run while the first sum travels, not the second, which needs it; the exponential needs the first."""
+    return collectives.all_reduce(collectives.all_reduce(x, TENSOR).exp() + x.sin(), DATA)
+
+
+def works(op) -> bool:
+    return op.type in ("Exp", "Sin")
+
+
+def test_what_travels_beside_a_collective_is_read_off_the_edges(host):
+    model = graph(host, beside)
+    first, second = hcom(model)
+    (sine,) = [op for op in model.graph[0].op if op.type == "Sin"]
+    assert overlaps(model, works) == {first.name: [sine.name], second.name: []}
+    sine.input.append(f"{first.name}:-1")  # a control edge is an edge
+    _before(model, first, sine)
+    assert overlaps(model, works) == {first.name: [], second.name: []}
+
+
+def _before(model: ModelDef, first: OpDef, second: OpDef) -> None:
+    """Put a node into the order of the file before another."""
+    ops = [OpDef.FromString(op.SerializeToString()) for op in model.graph[0].op]
+    moved = [op for op in ops if op.name == second.name]
+    rest = [op for op in ops if op.name != second.name]
+    at = next(i for i, op in enumerate(rest) if op.name == first.name) + 1
+    del model.graph[0].op[:]
+    model.graph[0].op.extend([*rest[:at], *moved, *rest[at:]])
+
+
+def test_overlaps_are_counted_by_part_and_type(host, monkeypatch):
+    monkeypatch.setattr("kimi_graph.compile.order.HEAVY", {"Exp", "Sin"})
+    model = graph(host, beside)
+    for op in model.graph[0].op:
+        op.name = f"layers.3.ffn_res2/{op.name}"
+        op.input[:] = [f"layers.3.ffn_res2/{edge}" for edge in op.input]
+    assert overlap_kinds(model) == [Overlap("ffn_res", "HcomAllReduce", 2, 1, {"Sin": 1})]
+
+
+@pytest.mark.parametrize("type_, rows, heavy", [
+    ("MatMul", LARGE // 2, True), ("MatMul", LARGE // 2 - 1, False), ("KdaChunk", 1, True), ("Add", LARGE, False),
+])  # fmt: skip
+def test_products_are_heavy_by_size_and_attention_always(type_, rows, heavy):
+    op = OpDef(type=type_)
+    describe(op.input_desc.add(name="x"), (rows, 1), torch.bfloat16)
+    assert is_heavy(op) is heavy
