@@ -499,8 +499,8 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
-    bytes that a step moves, by operator and by what they are.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
+    collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b

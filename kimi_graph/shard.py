@@ -123,6 +123,11 @@ class PartUse:
     issued: tuple[Issued, ...] = ()
     refused: str = ""
 
+    @property
+    def bytes(self) -> int:
+        """What a rank gives to the collectives of one such part."""
+        return sum(i.bytes for i in self.issued)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
@@ -769,9 +774,10 @@ def _collective_lines(parts: Sequence[PartUse]) -> list[str]:
             cells = (i.name, " x ".join(i.axes), local, f"{i.bytes:,}", i.source)
             rows.append((part.part, str(part.count), *cells))
     count = sum(part.count * len(part.issued) for part in parts)
-    size = sum(part.count * i.bytes for part in parts for i in part.issued)
-    total = f"a step through all stages: {count:,} collectives, {size:,} bytes"
-    lines = [*columns(rows), total] if count else []
+    size = sum(part.count * part.bytes for part in parts)
+    each = ", ".join(f"{part.part} {len(part.issued)} ({part.bytes:,} bytes)" for part in parts if part.issued)
+    totals = [f"in one part: {each}", f"a step through all stages: {count:,} collectives, {size:,} bytes"]
+    lines = [*columns(rows), *totals] if count else []
     lines += [f"{part.part} cannot run on this mesh yet: {part.refused}" for part in parts if part.refused]
     return lines or ["no collectives."]
 
@@ -788,7 +794,7 @@ def _part_json(part: PartUse) -> dict[str, Any]:
         }
         for i in part.issued
     ]
-    return {"part": part.part, "count": part.count, "issued": issued, "refused": part.refused}
+    return {"part": part.part, "count": part.count, "bytes": part.bytes, "issued": issued, "refused": part.refused}
 
 
 def _kind_json(kind: Kind) -> dict[str, Any]:

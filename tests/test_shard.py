@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +25,8 @@ from kimi_graph.shard import (
     ranks_text,
     shard_model,
 )
+
+README = Path(kg.__file__).resolve().parent.parent / "README.md"
 
 
 def request(model, mesh, **kwargs):
@@ -184,6 +187,21 @@ def test_a_decode_layer_of_k3_has_one_collective_for_its_mixer_and_three_for_its
     assert {p.part: p.count for p in plan.collectives} == {"embed": 1, "kda": 69, "mla": 24, "dense": 1, "moe": 92}
     lines = {i.source.split(":")[0] for p in plan.collectives for i in p.issued}
     assert lines == {"models/decoder.py", "layers/kda.py", "layers/mla.py", "layers/ffn.py", "layers/moe.py"}
+
+
+@pytest.mark.parametrize("tensor, column", [(8, 3), (16, 4), (32, 5)])
+def test_bytes_and_collectives_of_a_decode_layer_are_those_of_the_readme(tensor, column):
+    """At most one collective in KDA, two in DSA and four in MoE was promised."""
+    plan = shard_model(request("kimi-k3.1-pro", f"tp={tensor}"))
+    parts = {part.part: part for part in plan.collectives}
+    rows = [[cell.strip() for cell in line.split("|")] for line in README.read_text().splitlines()]
+    for name, part, most in (("KDA", "kda", 1), ("DSA", "mla", 2), ("MoE", "moe", 4)):
+        (row,) = [row for row in rows if row[1:2] == [name]]
+        assert (row[2], row[column]) == (str(len(parts[part].issued)), f"{parts[part].bytes:,}")
+        assert len(parts[part].issued) <= most
+    (line,) = [line for line in plan.text().splitlines() if line.startswith("in one part: ")]
+    assert f"kda 1 ({parts['kda'].bytes:,} bytes)" in line
+    assert {p["part"]: p["bytes"] for p in plan.to_json()["collectives"]} == {n: p.bytes for n, p in parts.items()}
 
 
 def test_experts_over_data_read_all_rows_and_sum_over_both():

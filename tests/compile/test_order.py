@@ -5,8 +5,9 @@ import torch
 
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.convert import convert
+from kimi_graph.compile.driver import Request, build_graph
 from kimi_graph.compile.executor import Executor, infer_shapes
-from kimi_graph.compile.ge_proto import ModelDef, OpDef, control_edges, describe
+from kimi_graph.compile.ge_proto import ModelDef, OpDef, control_edges, describe, shape_of, split_edge
 from kimi_graph.compile.lint import check_ordered
 from kimi_graph.compile.order import (
     LARGE,
@@ -17,9 +18,11 @@ from kimi_graph.compile.order import (
     overlap_kinds,
     overlaps,
 )
+from kimi_graph.compile.phases import Bucket, pools
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import BundleError
-from kimi_graph.parallel import Mesh, collectives
+from kimi_graph.parallel import Mesh, collectives, preset
+from tests.compile.family import small_model
 
 A3 = target("a3")
 MESH = Mesh.parse("dp=2,tp=2")
@@ -146,3 +149,56 @@ def test_products_are_heavy_by_size_and_attention_always(type_, rows, heavy):
     op = OpDef(type=type_)
     describe(op.input_desc.add(name="x"), (rows, 1), torch.bfloat16)
     assert is_heavy(op) is heavy
+
+
+# ---- what graphs of models allow -------------------------------------------------------------------------------------
+
+
+def of_model(host, name, phase, mesh, **rules) -> ModelDef:
+    """The graph of a small model's ranks; more tokens than it selects."""
+    config, on = small_model(name), Mesh.parse(mesh)
+    made = preset(config, on, phase, **rules)
+    slots, pages = pools(made, 2, 8)
+    tokens = 1 if phase == "decode" else 16
+    bucket = Bucket(phase=phase, rows=2, tokens=tokens, page=16, pages=pages, sequence_pages=8, slots=slots, images=4)
+    return build_graph(Request(config=config, target=A3, phases=(phase,)), bucket, host, rules=made).model
+
+
+def needed(model: ModelDef, name: str) -> set[str]:
+    """A node and all that it needs."""
+    ops, todo, found = {op.name: op for op in model.graph[0].op}, [name], set()
+    while todo:
+        if (at := todo.pop()) not in found:
+            found.add(at)
+            todo += [split_edge(edge)[0] for edge in ops[at].input if edge]
+    return found
+
+
+def test_keys_of_a_shared_selection_are_found_before_the_layers_that_read_them_and_none_is_sent(host):
+    """GLM-5.2 in decode, caches split: where the selected keys lie is known to all layers that share the selection as
+    soon as it is made; what a layer sends are numbers of its heads, and its sums, never rows of the cache."""
+    model = of_model(host, "glm-5.2", "decode", "cp=2,tp=2")
+    shared = [op for op in model.graph[0].op if ".mla_shared/" in op.name]
+    layers = list(dict.fromkeys(op.name.partition(".mla")[0] for op in shared))
+    assert layers
+    for layer in layers:
+        own = [op for op in shared if op.name.startswith(f"{layer}.")]
+        pages = [op.name for op in own if op.type == "GatherV2" and shape_of(op.output_desc[0])[-1:] == (512,)]
+        (rows,) = pages  # of the latents
+        (read,) = [op for op in own if op.name == rows]
+        places = needed(model, split_edge(read.input[1])[0])
+        before = int(layer.partition(".")[2])
+        ahead = {n for n in places if n.startswith("layers.") and int(n.split(".")[1]) == before - 1}
+        assert not [n for n in places if n.startswith(f"{layer}.") and "MatMul" in n]
+        assert not [n for n in ahead if ".moe/" in n or ".dense/" in n], "it needs what the layer before made"
+        sent = [op for op in own if op.type.startswith("Hcom")]
+        assert [op.type for op in sent] == ["HcomAllGather", "HcomAllReduce"]
+        assert shape_of(sent[0].input_desc[0])[-1] < 512  # log-sum-exps
+
+
+def test_what_follows_from_queries_alone_runs_beside_the_gather_of_a_selection(host, monkeypatch):
+    """A prefill, whose indexer shares out the queries: the absorbed query and the output gate do not wait for it."""
+    monkeypatch.setattr("kimi_graph.compile.order.LARGE", 1)
+    model = of_model(host, "kimi-k3.1-pro", "prefill", "tp=2")
+    (gathers,) = [k for k in overlap_kinds(model) if (k.part, k.type) == ("mla", "HcomAllGather")]
+    assert gathers.covered == gathers.count and gathers.beside["MatMul"] >= 2 * gathers.count
