@@ -593,8 +593,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
-    collectives in the same order, with the same sizes; what a pipeline stage reads an earlier one gives. No weights.
-    Exit code 1 if something does not hold.
+    collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
+    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3

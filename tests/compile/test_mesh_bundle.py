@@ -262,7 +262,7 @@ def test_what_is_split_otherwise_than_when_it_was_compiled_is_refused(on_mesh, n
 def test_what_compile_writes_is_proved(on_mesh, host, mesh):
     report = lint_bundle(on_mesh(mesh), host.root)
     assert report.passed, report.text()
-    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "stages"]
+    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "sums", "stages"]
 
 
 def test_a_bundle_of_one_rank_is_proved_too(bundle, host):
