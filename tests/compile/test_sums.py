@@ -139,6 +139,20 @@ def test_a_weight_is_split_where_its_steps_leave_it_so():
     assert weight_dims(packed, (4, 2, 4, 16, 32), {"tensor": 2}) == (T, (), (), (), ())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options", [("kimi-linear-48b", {"weights_format": "int4"}), ("deepseek-v3.2", {"kv_dtype": "int8"})]
+)
+def test_packed_experts_and_caches_in_8_bits_are_proved_too(family_bundle, name, options):
+    bundle = open_bundle(family_bundle(name, "a3", mesh=Mesh.parse("dp=2,tp=2"), batch=4, **options))
+    models = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
+    files = lint.Files(bundle, bundle_config(bundle), models)
+    assert lint._sums(files)
+    for graph, model in models.items():
+        for op in reductions(model):
+            assert "along" in changed(files, graph, skip(op.name))
+
+
 # ---- graphs that no bundle has yet -----------------------------------------------------------------------------------
 
 
