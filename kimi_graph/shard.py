@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import formats, tree
-from .check import ORDER
 from .checkpoint import released_formats
 from .compile.phases import Bucket, pools, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
 from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
 from .errors import ShardingError
-from .models.counts import part_of
+from .models.counts import PARTS, part_of
 from .models.decoder import is_sparse, model_specs, state_specs
 from .models.pipeline import model_stages, stages_of
 from .ops.attention import latent_heads
@@ -333,7 +332,7 @@ def _kinds(placed: dict[str, Placement], part: Any, *, reading: bool = False) ->
         )
         for (name, *_), paths in found.items()
     ]
-    return tuple(sorted(kinds, key=lambda k: ORDER.index(k.part)) if reading else kinds)
+    return tuple(sorted(kinds, key=lambda k: PARTS.index(k.part)) if reading else kinds)
 
 
 def _released(c: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, float]:
