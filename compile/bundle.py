@@ -22,7 +22,7 @@ from typing import Any
 from kimi_graph.errors import BundleError
 from kimi_graph.files import new_folder
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL})

@@ -38,19 +38,24 @@ def quantised_layer(layer: LayerConfig) -> bool:
     return isinstance(layer.mixer, MlaConfig) and layer.mixer.indexer is not None
 
 
-def check_kv_dtype(c: ModelConfig, target: Target, kv_dtype: str, capacity: int) -> None:
+def check_kv_dtype(c: ModelConfig, target: Target, kv_dtype: str, capacity: int, *, split: bool = False) -> None:
     """Refuse a cache that no operator reads.
 
     Args:
-        capacity: tokens that a sequence's pages hold.
+        capacity: tokens that a sequence's pages hold. split: over several ranks.
 
     Raises:
-        CompileError: unknown, not of this chip, or a model or length whose attention is dense.
+        CompileError: unknown, not of this chip, split, or a model or length whose attention is dense.
     """
     if kv_dtype not in KV_DTYPES:
         raise CompileError(f"--kv-dtype {kv_dtype!r}: unknown; one of {', '.join(KV_DTYPES)}.")
     if kv_dtype == "bf16":
         return
+    if split:
+        raise CompileError(
+            f"--kv-dtype {kv_dtype}: 8-bit caches are not split by sequence yet; take bf16, or a mesh without cp and "
+            f"--split-cache."
+        )
     if target.soc not in CHIPS[kv_dtype]:
         legal = ", ".join(name for name in KV_DTYPES if target.soc in CHIPS.get(name, (target.soc,)))
         raise CompileError(f"--kv-dtype {kv_dtype}: {target.name} has no 8-bit floats; it takes {legal}.")
@@ -149,11 +154,6 @@ def quantise_caches(captured: Captured, kv_dtype: str) -> Captured:
     graph = captured.module.graph
     calls = {node.target: node for node in graph.nodes if node.op == "call_function"}
     attend = calls.get(ops.sparse_attention.op)
-    if kv_dtype != "bf16" and (ops.latent_attention_lse.op in calls or ops.numbered_pages.op in calls):
-        raise CompileError(
-            f"caches in {kv_dtype} are not split by sequence yet: take --kv-dtype bf16, or a mesh without cp and "
-            f"--split-cache."
-        )
     if kv_dtype == "bf16" or attend is None:
         return captured
     edit, dtype = _Edit(captured), STORED[kv_dtype]

@@ -304,8 +304,9 @@ def _most_of_states(entry: Mapping[str, Any], state: Mapping[str, Any]) -> dict[
         if s["axes"][0] == "slots":
             most[s["name"]] = (size // slots * rows,) * 2
         else:
-            page = size // pages
-            most[s["name"]] = page * state["pages_per_sequence"] * rows, page // state["page_tokens"] * rows * tokens
+            pools = state.get("pools", 1)  # of which a rank has one
+            page, each = size * pools // pages, state["pages_per_sequence"] // pools
+            most[s["name"]] = page * each * rows, page // state["page_tokens"] * rows * tokens
     return most
 
 

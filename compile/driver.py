@@ -14,7 +14,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, check_length
+from kimi_graph.config import ModelConfig, MoeConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
@@ -31,7 +31,7 @@ from .ge_proto import ModelDef, OpDef, is_tiled
 from .lower import Choice, Weights
 from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
-from .meshes import check_mesh, default_chunk, rules_on, stages_on
+from .meshes import Layout, arranged, check_layout, default_chunk
 from .order import order_collectives
 from .origins import Origins, source_of
 from .passes import bytes_only, weight_name
@@ -80,6 +80,7 @@ class Request:
         weights_format: of the routed experts, see `weight_formats`; stored: formats of parameters that are stored
             quantised, by path.
         mesh: of ranks that run it together; all numbers are those of all ranks. None: one rank.
+        exchange, split_cache, pad: of a mesh, see `meshes.Layout`.
     """
 
     config: ModelConfig
@@ -96,6 +97,17 @@ class Request:
     weights_format: str = "bf16"
     stored: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh | None = None
+    exchange: bool = False
+    split_cache: bool = False
+    pad: bool = False
+
+    @functools.cached_property
+    def layout(self) -> Layout | None:
+        """The model on its mesh; None: one rank."""
+        if self.mesh is None:
+            return None
+        choices = {"exchange": self.exchange, "split_cache": self.split_cache, "pad": self.pad}
+        return Layout(config=self.config, mesh=self.mesh, **choices)
 
     @functools.cached_property
     def form(self) -> str:
@@ -147,12 +159,26 @@ class Request:
         """Raises:
         CompileError: what cannot be had.
         """
+        self._check_choices()
         self.buckets()
         form = self.form
         if self.constants and form != "plain":
             raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
         if self.constants and self.mesh is not None:
             raise CompileError("--weights constant: ranks of a mesh have different weights; take --weights input.")
+
+    def _check_choices(self) -> None:
+        """Choices of a mesh need one."""
+        moe = [x.ffn for x in self.config.layers if isinstance(x.ffn, MoeConfig)]
+        chosen = {
+            "--exchange": self.exchange,
+            "--split-cache": self.split_cache,
+            "--pad": self.pad,
+            "--redundant-experts": any(m.redundant for m in moe),
+            "--moe-chunks": any(m.chunks > 1 for m in moe),
+        }
+        if self.mesh is None and (flag := next((flag for flag, given in chosen.items() if given), None)):
+            raise CompileError(f"{flag} is for many ranks; give a --mesh.")
 
     def buckets(self) -> tuple[Bucket, ...]:
         """The static shapes, checked.
@@ -175,16 +201,16 @@ class Request:
                 f"--page {self.page}: CANN's paged attention takes multiples of 16 up to 1,024; "
                 f"the nearest is {min(1024, max(16, round(self.page / 16) * 16))}."
             )
-        sequence_pages = check_length(self.config, self.max_len, self.page).pages
-        check_kv_dtype(self.config, self.target, self.kv_dtype, sequence_pages * self.page)
+        pools = 1 if self.layout is None else self.layout.pools
+        sequence_pages = -(-check_length(self.config, self.max_len, self.page).pages // pools) * pools
+        check_kv_dtype(self.config, self.target, self.kv_dtype, sequence_pages * self.page, split=pools > 1)
         if "prefill" in self.phases and self.chunk > self.max_len:
             raise CompileError(f"--chunk {self.chunk} is over --max-len {self.max_len}; the largest is {self.max_len}.")
-        if self.mesh is not None:
+        if self.layout is not None:
             sparse = decoder.is_sparse(self.config, sequence_pages * self.page)
-            check_mesh(
-                self.config, self.mesh, phases=self.phases, rows=self.rows, chunk=self.chunk, pages=self.pages,
-                sparse=sparse,
-            )  # fmt: skip
+            check_layout(
+                self.layout, phases=self.phases, rows=self.rows, chunk=self.chunk, pages=self.pages, sparse=sparse
+            )
         slots, enough = self._pools(sequence_pages)
         pages = enough if self.pages is None else self.pages
         self._check_pages(pages, sequence_pages)
@@ -197,21 +223,21 @@ class Request:
 
     def _pools(self, sequence_pages: int) -> tuple[int, int]:
         """Slots, and pages that are enough for full sequences."""
-        if self.mesh is None:
+        if self.layout is None:
             return self.rows + 1, self.rows * sequence_pages + 1
-        return pools(rules_on(self.config, self.mesh, "decode"), self.rows, sequence_pages)
+        return pools(self.layout.rules("decode"), self.rows, sequence_pages)
 
     def _check_pages(self, pages: int, sequence_pages: int) -> None:
         """A pool must hold one sequence of the longest length, a page for each row, and the tokens of one step."""
         for name, value in (("--batch", self.rows), ("--pages", pages)):
             if value >= 2**31:
                 raise CompileError(f"{name} {value:,}: slots and pages are numbered in 32 bits, at most {2**31 - 1:,}.")
-        shards = 1 if self.mesh is None else self.mesh.data
+        shards, share = (1, 1) if self.layout is None else (self.layout.shards, self.layout.pools)
         rows = self.rows // shards
         tokens = rows * (self.chunk if "prefill" in self.phases else 1)
-        least = max(sequence_pages + 1, rows + 1, -(-tokens // self.page)) * shards
+        least = max(sequence_pages // share + 1, rows + 1, -(-tokens // (self.page * share))) * shards * share
         if pages < least:
-            whose = "" if shards == 1 else f" on each of dp={shards}"
+            whose = "" if shards * share == 1 else f" on each of {shards * share} ranks that share them out"
             raise CompileError(
                 f"--pages {pages}: a sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
                 f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}, "
@@ -471,6 +497,11 @@ def compile_model(
     weights: str = "input",
     weights_format: str = "bf16",
     mesh: Mesh | None = None,
+    exchange: bool = False,
+    split_cache: bool = False,
+    pad: bool = False,
+    redundant_experts: int = 0,
+    moe_chunks: int = 1,
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     progress: Progress = silent,
@@ -484,15 +515,17 @@ def compile_model(
         weights_format: of the routed experts, of `weight_formats.NAMES`.
         mesh: of ranks that run it together: `batch` and the other numbers are those of all of them (`batch` by default
             one row for each of `data`).
+        exchange, split_cache, pad: of a mesh, see `meshes.Layout`. redundant_experts, moe_chunks: see `MoeConfig`.
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
     """
     length = min(Request.max_len, config.max_len) if max_len is None else max_len
     batch = mesh.data if batch is None and mesh is not None else batch
-    given = {"rows": batch, "page": page, "pages": pages, "patches": patches}
+    numbers = {"rows": batch, "page": page, "pages": pages, "patches": patches}
+    given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     request = Request(
-        config=config,
+        config=arranged(config, redundant_experts, moe_chunks),
         target=target,
         phases=legal_phases(config) if phases is None else phases,
         chunk=default_chunk(max(1, min(Request.chunk, length)), mesh) if chunk is None else chunk,
@@ -502,7 +535,10 @@ def compile_model(
         weights_format=weights_format,
         stored=_stored_formats(config, checkpoint, weights_format),
         mesh=mesh,
-        **{name: value for name, value in given.items() if value is not None},
+        exchange=exchange,
+        split_cache=split_cache,
+        pad=pad,
+        **given,
     )
     request.check()  # before anything expensive
     if out is not None:
@@ -546,7 +582,7 @@ def compile_bundle(
     clock = clock or Clock()
     graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock)]
     sources = {name: made for g in graphs for name, made in g.weights.items()}
-    plan = weight_plan(request.config, [g.model for g in graphs], sources, request.mesh)
+    plan = weight_plan(request.config, [g.model for g in graphs], sources, request.layout)
     if request.constants:
         constants.place(plan["weights"])
         graphs = [replace(g, model=constants.to_file_constants(g.model, plan["weights"])) for g in graphs]
@@ -573,29 +609,29 @@ def compile_bundle(
 
 def build_all(request: Request, b: Bucket, host: Host, clock: Clock) -> list[Graph]:
     """The graphs of a bucket: one, or on a mesh one for each pipeline stage that has a part in it."""
-    if request.mesh is None:
+    if request.layout is None:
         return [build_graph(request, b, host, clock)]
     from .pipeline import build_stages  # it is made of this module's functions
 
-    rules, stages = rules_on(request.config, request.mesh, b.phase), stages_on(request.config, request.mesh, b)
-    return [made.graph for made in build_stages(request, b, host, rules, stages, clock)]
+    stages = request.layout.stages(b)
+    return [made.graph for made in build_stages(request, b, host, request.layout.rules(b.phase), stages, clock)]
 
 
 def make_manifest(
-    request: Request, host: Host, graphs: list[Graph], files: dict[str, bytes], weights: dict[str, Any]
+    request: Request, host: Host, graphs: list[Graph], files: Mapping[str, bytes], weights: dict[str, Any]
 ) -> dict[str, Any]:
     """What the bundle says of itself. `files`: bytes by name in the bundle; `weights`: of the weight plan."""
     import kimi_graph
 
-    c, b, mesh = request.config, graphs[0].bucket, request.mesh
+    c, b, layout = request.config, graphs[0].bucket, request.layout
     state = state_contract(c, b, [g.model for g in graphs], request.kv_dtype)
-    if mesh is not None:
-        state = shared_states(c, mesh, request.kv_dtype, b, state)
+    if layout is not None:
+        state = shared_states(layout, request.kv_dtype, b, state)
     entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
     return {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
-        "model": {"name": c.name, "type": c.model_type, "fingerprint": c.fingerprint, "config": c.source},
+        "model": {"name": c.name, "type": c.model_type, "fingerprint": arranged(c).fingerprint, "config": c.source},
         "target": target_entry(request.target),
         "weights": {
             "file": bundle.WEIGHTS,
@@ -603,7 +639,7 @@ def make_manifest(
             "experts": request.form,
         },
         "state": state,
-        "mesh": None if mesh is None else mesh_entry(c, mesh, zip(entries, [g.model for g in graphs], strict=True)),
+        "mesh": None if layout is None else mesh_entry(layout, zip(entries, [g.model for g in graphs], strict=True)),
         "memory": memory_entry(weights, state, entries, request.target.memory_bytes),
         "graphs": entries,
         "choices": [
@@ -619,9 +655,9 @@ def make_manifest(
 
 def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, bytes]) -> dict[str, Any]:
     entry = graph_entry(g.bucket, g.model, file, files[file])
-    if request.mesh is None or g.stage is None:
+    if request.layout is None or g.stage is None:
         return entry
-    return stage_entry(request.config, request.mesh, g.bucket, g.model, entry, g.stage)
+    return stage_entry(request.layout, g.bucket, g.model, entry, g.stage)
 
 
 def unproved(graphs: list[Graph]) -> list[str]:

@@ -27,6 +27,7 @@ from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
 from .manifest import check_claims, is_weight
 from .mesh_manifest import as_dims
 from .order import COLLECTIVE, order_collectives
+from .places import group_of
 from .prototypes import Prototypes
 from .sums import check_sums, weight_dims
 from .targets import target
@@ -164,7 +165,7 @@ def _groups(files: Files) -> str:
     named = 0
     for entry in files.graphs:
         for op in _issued(files.models[entry["name"]]):
-            name = get_attr(op, "group")
+            name = group_of(op)
             if name not in files.groups:
                 raise BundleError(f"{entry['name']}: {op.name}: group {name!r} is not in the manifest.")
             own = files.ranks(entry["stage"])

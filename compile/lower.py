@@ -386,6 +386,21 @@ def _arange(ge: Room, *ends: int, **ignored: Any) -> Value:
     return ge.const(list(range(*ends)), ge.result.dtype)
 
 
+@_lowers(aten.eye.default, aten.eye.m)
+def _eye(ge: Room, *sizes: int, **ignored: Any) -> Value:
+    """A constant, as a range is; torchair's converter is not written."""
+    return ge.const(torch.eye(*sizes).tolist(), ge.result.dtype)
+
+
+@_lowers(aten.constant_pad_nd.default)
+def _constant_pad(ge: Room, x: Value, sides: Sequence[int], value: float = 0) -> Value:
+    """torchair's converter gives the value as a whole number, whatever the dtype of `x`."""
+    before, after = ([0] * (len(ge.shape(x)) - len(sides) // 2) + list(sides[end::2])[::-1] for end in (0, 1))
+    filler = () if value == 0 else (ge.const(value, ge.dtype(x)),)  # zeros where no value is given
+    both = [n for pair in zip(before, after, strict=True) for n in pair]
+    return ge.PadV3(x, ge.const(both, torch.int64), *filler)
+
+
 @_lowers(aten.softplus.default)
 def _softplus(ge: Room, x: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     return ge.SoftplusV2(x, beta=float(beta), threshold=float(threshold))

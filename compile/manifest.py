@@ -15,14 +15,13 @@ from kimi_graph import tree
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError, CompileError, ShardingError
 from kimi_graph.models import decoder
-from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.placement import place
 from kimi_graph.spec import ParamSpec
 
 from . import caches, mesh_manifest, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
-from .meshes import rules_on
+from .meshes import Layout, layout_of
 from .phases import Bucket, graph_inputs
 from .recipe import Step
 from .targets import Target, target
@@ -174,17 +173,17 @@ def weight_plan(
     config: ModelConfig,
     models: Iterable[ModelDef],
     sources: Mapping[str, tuple[str, tuple[Step, ...]]],
-    mesh: Mesh | None = None,
+    layout: Layout | None = None,
 ) -> dict[str, Any]:
     """Every graph weight: the parameter, its checkpoint tensors, and the steps from there.
 
     Args:
-        sources: parameter and steps by weight. mesh: of several ranks, whose part of a parameter the steps start from.
+        sources: parameter and steps by weight. layout: of several ranks, whose part of a parameter steps start from.
     """
     specs = dict(tree.items(decoder.model_specs(config)))
     ops = {op.name: op for model in models for op in model.graph[0].op}
     plan = {
-        name: weight_entry(specs[path], path, ops[name].output_desc[0], steps) | _over(config, specs[path], path, mesh)
+        name: weight_entry(specs[path], path, ops[name].output_desc[0], steps) | _over(specs[path], path, layout)
         for name, (path, steps) in sources.items()
     }
     return {"weights": plan, "generated": generated_entry(ops)}
@@ -196,11 +195,16 @@ def generated_entry(names: Iterable[str]) -> dict[str, list[Any]]:
     return {name: list(kind) for name, kind in GENERATED.items() if name in names} | own
 
 
-def _over(c: ModelConfig, spec: ParamSpec, path: str, mesh: Mesh | None) -> dict[str, Any]:
-    """Mesh axes that split each dimension of a parameter: rank r's part is cut before the first step."""
-    if mesh is None:
+def _over(spec: ParamSpec, path: str, layout: Layout | None) -> dict[str, Any]:
+    """Mesh axes that split each dimension of a parameter: rank r's part is cut before the first step.
+
+    `padded`, where the parameter is: its shape with zeros after it, which is what is cut.
+    """
+    if layout is None:
         return {}
-    return {"over": [list(axes) for axes in place(path, spec, rules_on(c, mesh, "decode"), c.dtype).dims]}
+    placed = place(path, spec, layout.rules("decode"), layout.config.dtype)
+    padded = {} if placed.shape == placed.given else {"padded": list(placed.shape)}
+    return {"over": [list(axes) for axes in placed.dims], **padded}
 
 
 def weight_entry(spec: ParamSpec, path: str, desc: TensorDescriptor, steps: tuple[Step, ...]) -> dict[str, Any]:
@@ -231,41 +235,43 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     manifest, where = bundle.manifest, bundle.folder / MANIFEST
     profile = _check_target(where, manifest)
     buckets = [bucket_of(manifest, entry) for entry in manifest["graphs"]]
-    mesh = mesh_of(manifest, where)
+    layout = layout_in(manifest, config, where)
+    if layout is not None:
+        config = layout.config
     kv_dtype = manifest["state"].get("kv_dtype")
     if kv_dtype not in caches.KV_DTYPES:
         raise BundleError(f"{where}: state.kv_dtype is {kv_dtype!r}; one of {', '.join(caches.KV_DTYPES)} expected.")
     state = state_contract(config, buckets[0], models.values(), kv_dtype)
-    if mesh is not None:
-        state = mesh_manifest.shared_states(config, mesh, kv_dtype, buckets[0], state)
+    if layout is not None:
+        state = mesh_manifest.shared_states(layout, kv_dtype, buckets[0], state)
     _compare(where, "state", manifest["state"], state)
     kept = {op.name: op.output_desc[0] for m in models.values() for op in m.graph[0].op if op.type == "RefData"}
     for s in manifest["state"]["states"]:
         if s["name"] in kept and _dtype(dtype_of(kept[s["name"]])) != s["dtype"]:
             found = _dtype(dtype_of(kept[s["name"]]))
             raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
-        if s["name"] in kept and math.prod(s["shape" if mesh is None else "local"]) != math.prod(s["graph_shape"]):
+        if s["name"] in kept and math.prod(s["shape" if layout is None else "local"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
-        made = described(config, mesh, b, models[entry["name"]], entry, where)
+        made = described(layout, b, models[entry["name"]], entry, where)
         made |= {key: entry[key] for key in ("bytes", "sha256")}
         _compare(where, f"graphs.{index}", entry, made)
-        nobody = 1 if mesh is None else mesh.data
+        nobody = 1 if layout is None else layout.shards
         _compare(where, f"graphs.{index}.rows", b.rows, b.slots - nobody)  # one for each row, and nobody's
         if config.vision is None:
             _compare(where, f"graphs.{index}.images", entry["images"], 0)
-        _check_inputs(config, b, where, entry, mesh)
+        _check_inputs(config, b, where, entry, layout)
         _check_numbers(models[entry["name"]], where, entry)
-    if mesh is not None:
+    if layout is not None:
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
-        _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(config, mesh, pairs))
-    _check_plan(bundle, config, models.values(), mesh)
+        _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
+    _check_plan(bundle, config, models.values(), layout)
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
 
 
-def mesh_of(manifest: Mapping[str, Any], where: Any) -> Mesh | None:
-    """The mesh of a bundle; None: one rank.
+def layout_in(manifest: Mapping[str, Any], config: ModelConfig, where: Any) -> Layout | None:
+    """How a bundle's model lies on its mesh; None: one rank.
 
     Raises:
         BundleError: what it says is no mesh.
@@ -274,22 +280,22 @@ def mesh_of(manifest: Mapping[str, Any], where: Any) -> Mesh | None:
     if entry is None:
         return None
     try:
-        return Mesh.parse(entry["text"])
+        return layout_of(config, entry)
     except (ShardingError, TypeError, KeyError, AttributeError) as error:
-        raise BundleError(f"{where}: mesh.text is no mesh: {error}") from None
+        raise BundleError(f"{where}: mesh is none: {error}") from None
 
 
 def described(
-    c: ModelConfig, mesh: Mesh | None, b: Bucket, model: ModelDef, entry: Mapping[str, Any], where: Any
+    layout: Layout | None, b: Bucket, model: ModelDef, entry: Mapping[str, Any], where: Any
 ) -> dict[str, Any]:
     """The entry of a graph, made anew."""
     made = graph_entry(b, model, entry["file"], b"")
-    if mesh is None:
+    if layout is None:
         return made
-    stage = entry.get("stage")
-    if type(stage) is not int or not 0 <= stage < mesh.pipe:
-        raise BundleError(f"{where}: graph {entry['name']} is of stage {stage!r}; the mesh {mesh} has {mesh.pipe}.")
-    return mesh_manifest.stage_entry(c, mesh, b, model, made, stage)
+    stage, stages = entry.get("stage"), layout.mesh.pipe
+    if type(stage) is not int or not 0 <= stage < stages:
+        raise BundleError(f"{where}: graph {entry['name']} is of stage {stage!r}; the mesh {layout.mesh} has {stages}.")
+    return mesh_manifest.stage_entry(layout, b, model, made, stage)
 
 
 def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
@@ -314,20 +320,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any], mesh: Mesh | None) -> None:
+def _check_inputs(c: ModelConfig, b: Bucket, where: Any, entry: Mapping[str, Any], layout: Layout | None) -> None:
     """Inputs are those of the bucket's batch, those that are generated, and what other stages give."""
     tensors = graph_inputs(c, b, entry.get("reads", ()))
     known = {name: {"name": name, "shape": list(x.shape), "dtype": _dtype(x.dtype)} for name, x in tensors.items()}
     for i in entry["inputs"]:
-        if mesh is not None:
-            _check_own_input(i, known, mesh, where, entry)
+        if layout is not None:
+            _check_own_input(i, known, layout, where, entry)
         elif i["name"] not in GENERATED:
             _compare(where, f"inputs of {entry['name']}: {i['name']}", i, known.get(i["name"]))
 
 
-def _check_own_input(i: Mapping[str, Any], known: Any, mesh: Mesh, where: Any, entry: Mapping[str, Any]) -> None:
+def _check_own_input(i: Mapping[str, Any], known: Any, layout: Layout, where: Any, entry: Mapping[str, Any]) -> None:
     """An input of one rank: its part of the whole one, or where it stands."""
-    name, sizes = i["name"], [mesh.size(axes) for axes in i["over"]]
+    name, sizes = i["name"], [layout.mesh.size(axes) for axes in i["over"]]
     if name in GENERATED:
         return
     if name.startswith("own_index."):
@@ -350,7 +356,7 @@ def _check_numbers(model: ModelDef, where: Any, entry: Mapping[str, Any]) -> Non
             raise BundleError(f"{where}: {found}, there it has index {index[name]}.")
 
 
-def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef], mesh: Mesh | None) -> None:
+def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef], layout: Layout | None) -> None:
     specs = dict(tree.items(decoder.model_specs(config)))
     where, plan = bundle.folder / WEIGHTS, bundle.weights["weights"]
     forms = {recipe.form(recipe.from_json(entry["steps"])) for entry in plan.values()}
@@ -362,13 +368,13 @@ def _check_plan(bundle: Bundle, config: ModelConfig, models: Iterable[ModelDef],
             raise BundleError(f"{where}: weight {name} of the graphs is not made of a parameter of the model.")
         entry, spec, desc = plan[name], specs[plan[name]["parameter"]], ops[name].output_desc[0]
         steps = recipe.from_json(entry["steps"])
-        over = _over(config, spec, entry["parameter"], mesh)
+        over = _over(spec, entry["parameter"], layout)
         made = weight_entry(spec, entry["parameter"], desc, steps) | over
         placed = {"offset": entry["offset"]} if ops[name].type == "FileConstant" else {}
         _compare(where, f"weights.{name}", entry, made | placed)
-        shape = spec.shape
-        if mesh is not None:
-            shape = [n // mesh.size(axes) for n, axes in zip(shape, over["over"], strict=True)]
+        shape = over.get("padded", spec.shape)
+        if layout is not None:
+            shape = [n // layout.mesh.size(axes) for n, axes in zip(shape, over["over"], strict=True)]
         _check_steps(name, steps, torch.empty(shape, dtype=spec.dtype or config.dtype, device="meta"), desc)
     _compare(where, "generated", bundle.weights["generated"], generated_entry(ops))
     if unused := sorted(set(plan) - set(ops)):

@@ -5,29 +5,33 @@ weights are those of one rank. `over` names the mesh axes that split each dimens
 has part `Mesh.index(r, axes)` of it. Groups go by the name that the graphs' Hcom nodes have.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kimi_graph import tree
-from kimi_graph.config import ModelConfig
 from kimi_graph.models.pipeline import model_stages
-from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.parallel import Rules
 from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.mesh import Axes
 
 from . import caches
-from .ge_proto import ModelDef, bytes_of, get_attr
-from .meshes import rules_on, stages_on
+from .ge_proto import ModelDef, OpDef, bytes_of, dtype_of, shape_of
+from .meshes import Layout
 from .order import COLLECTIVE
 from .phases import Bucket, named_axes, stage_parts, written_values
+from .places import group_of, placed_attributes
 from .sharded import dims_of
 
 MESH_RULES = [
     "A rank counts through the mesh axes, the last one fastest; stage s has the ranks from s * ranks / pp on.",
     "Rows of a step, slots and pages are shared out as `shards` says: those of the shard's ranks, the last index out.",
-    "Slots and pages are counted within a shard, in batch.* inputs too; slot 0 and page 0 of each are nobody's.",
+    "Slots and pages are counted within a shard, in batch.* inputs too; slot 0 is nobody's.",
+    "The pages of a shard are `pools` equal pools, one after another, each of other ranks; page 0 of each is nobody's. "
+    "Page i of a sequence is one of pool i mod pools.",
     "own_index.*: where a rank stands along the mesh axes in the name, the first of them outermost.",
+    "places: attributes, by operator type, that are 0 in the file and have to be the rank's place in the group named.",
     "A stage reads values that earlier ones give (reads, gives), from the rank at the same place; it hands on "
     "what later ones read.",
 ]
@@ -51,23 +55,22 @@ def own_axes(name: str) -> Axes:
 # ---- the mesh --------------------------------------------------------------------------------------------------------
 
 
-def mesh_entry(c: ModelConfig, mesh: Mesh, graphs: Iterable[tuple[Mapping[str, Any], ModelDef]]) -> dict[str, Any]:
+def mesh_entry(layout: Layout, graphs: Iterable[tuple[Mapping[str, Any], ModelDef]]) -> dict[str, Any]:
     """Ranks, rules by phase, and the rank lists of every group that a graph names.
 
     Args:
         graphs: each with its entry in the manifest.
     """
-    graphs = list(graphs)
+    graphs, mesh = list(graphs), layout.mesh
     names = sorted({group for _, model in graphs for group in group_names(model)})
     phases = dict.fromkeys(entry["phase"] for entry, _ in graphs)
-    layers = [s.layers for s in model_stages(c, mesh.pipe)]
+    layers = [s.layers for s in model_stages(layout.config, mesh.pipe)]
     stage = mesh.stage.world
-    return {
-        "text": str(mesh),
+    return layout.described() | {
         "ranks": mesh.world,
         "axes": {axis: size for axis, size in mesh.axes.items() if size > 1},
         "experts": mesh.experts,
-        "rules": {phase: rules_text(rules_on(c, mesh, phase)) for phase in phases},
+        "rules": {phase: rules_text(layout.rules(phase)) for phase in phases},
         "stages": [{"layers": [x[0], x[-1]], "ranks": [i * stage, (i + 1) * stage - 1]} for i, x in enumerate(layers)],
         "groups": {name: mesh.groups(group_axes(name)) for name in names},
     }
@@ -80,18 +83,16 @@ def rules_text(rules: Rules) -> dict[str, str]:
 
 def group_names(model: ModelDef) -> set[str]:
     """Groups that a graph's collectives name."""
-    return {get_attr(op, "group") for op in model.graph[0].op if op.type.startswith(COLLECTIVE)}
+    return {group_of(op) for op in model.graph[0].op if op.type.startswith(COLLECTIVE)}
 
 
 # ---- a graph ---------------------------------------------------------------------------------------------------------
 
 
-def stage_entry(
-    c: ModelConfig, mesh: Mesh, b: Bucket, model: ModelDef, entry: dict[str, Any], stage: int
-) -> dict[str, Any]:
+def stage_entry(layout: Layout, b: Bucket, model: ModelDef, entry: dict[str, Any], stage: int) -> dict[str, Any]:
     """The entry of a graph of one stage; `entry`: what `manifest.graph_entry` says of it."""
-    rules, axes = rules_on(c, mesh, b.phase), named_axes(c, b)
-    written, parts = written_values(c, b), stage_parts(c, b, stages_on(c, mesh, b))
+    c, rules = layout.config, layout.rules(b.phase)
+    axes, written, parts = named_axes(c, b), written_values(c, b), stage_parts(c, b, layout.stages(b))
     gives = next((p.gives for p in parts if p.stage.index == stage), ())
 
     def placed(described: dict[str, Any], name: str) -> dict[str, Any]:
@@ -107,6 +108,7 @@ def stage_entry(
         "reads": [i["name"] for i in entry["inputs"] if i["name"] in written],
         "gives": list(gives),
         "collectives": collectives_of(model),
+        "places": placed_attributes(model),
     }
 
 
@@ -114,19 +116,28 @@ def collectives_of(model: ModelDef) -> list[dict[str, Any]]:
     """What a rank issues in a step: collectives by kind and group, with the bytes that it gives to all of them."""
     counts, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for op in (op for op in model.graph[0].op if op.type.startswith(COLLECTIVE)):
-        key = op.type, get_attr(op, "group")
+        key = op.type, group_of(op)
         counts[key] += 1
-        sizes[key] += bytes_of(op.input_desc[0])
+        sizes[key] += _given(op)
     return [{"type": t, "group": g, "count": n, "bytes": sizes[t, g]} for (t, g), n in sorted(counts.items())]
+
+
+def _given(op: OpDef) -> int:
+    """Bytes that a rank gives: of rows of experts as many as are chosen, not all that their buffer has room for."""
+    first = op.input_desc[0]
+    if not op.type.startswith("MoeDistribute"):
+        return bytes_of(first)
+    return math.prod(shape_of(op.input_desc[1])) * shape_of(first)[-1] * dtype_of(first).itemsize
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 
-def state_axes(c: ModelConfig, mesh: Mesh, kv_dtype: str, b: Bucket) -> dict[str, tuple[str, int]]:
+def state_axes(layout: Layout, kv_dtype: str, b: Bucket) -> dict[str, tuple[str, int]]:
     """Logical axes and stage of each state, by name."""
+    c = layout.config
     specs = caches.state_specs(c, kv_dtype, slots=b.slots, pages=b.pages, page=b.page)
-    layers = [s.layers for s in stages_on(c, mesh, b)]
+    layers = [s.layers for s in layout.stages(b)]
     return {
         f"s.layers.{i}.{layer.kinds[0]}.{leaf}": (" ".join(s.axes), next(n for n, x in enumerate(layers) if i in x))
         for i, (layer, spec) in enumerate(zip(c.layers, specs, strict=True))
@@ -134,35 +145,31 @@ def state_axes(c: ModelConfig, mesh: Mesh, kv_dtype: str, b: Bucket) -> dict[str
     }
 
 
-def shared_states(c: ModelConfig, mesh: Mesh, kv_dtype: str, b: Bucket, contract: dict[str, Any]) -> dict[str, Any]:
+def shared_states(layout: Layout, kv_dtype: str, b: Bucket, contract: dict[str, Any]) -> dict[str, Any]:
     """A state contract with what each rank holds: `local` shapes, `over`, `stage`, and the shards of rows."""
-    rules, axes = rules_on(c, mesh, "decode"), state_axes(c, mesh, kv_dtype, b)
+    rules, axes = layout.rules("decode"), state_axes(layout, kv_dtype, b)
 
     def placed(entry: dict[str, Any]) -> dict[str, Any]:
         text, stage = axes[entry["name"]]
         dims = over(rules, text)
-        local = [n // mesh.size(d) for n, d in zip(entry["shape"], dims, strict=True)]
+        local = [n // layout.mesh.size(d) for n, d in zip(entry["shape"], dims, strict=True)]
         return entry | {"over": dims, "local": local, "stage": stage}
 
     return contract | {
         "rules": contract["rules"] + MESH_RULES,
-        "shards": list(shards(mesh, rules, b)),
+        "shards": list(shards(layout, b)),
+        "pools": layout.pools,
         "states": [placed(s) for s in contract["states"]],
     }
 
 
-def shards(mesh: Mesh, rules: Rules, b: Bucket) -> Iterator[dict[str, Any]]:
+def shards(layout: Layout, b: Bucket) -> Iterator[dict[str, Any]]:
     """Which rows, slots and pages of all a shard of ranks holds: `[first, end]` of each."""
-    sizes = {"rows": (rules.on("batch"), b.rows), "slots": (rules.on("slots"), b.slots)}
-    sizes["pages"] = rules.on("pages"), b.pages
-    split = {axis for axes, _ in sizes.values() for axis in axes}
+    mesh, split, count = layout.mesh, layout.rules("decode").on("batch"), layout.shards
     for ranks in sorted(mesh.groups([axis for axis in mesh.axes if axis not in split])):
-        held = {}
-        for name, (axes, size) in sizes.items():
-            own = size // mesh.size(axes)
-            first = mesh.index(ranks[0], axes) * own
-            held[name] = [first, first + own]
-        yield {"ranks": ranks, **held}
+        index = mesh.index(ranks[0], split)
+        sizes = {"rows": b.rows // count, "slots": b.slots // count, "pages": b.pages // count}
+        yield {"ranks": sorted(ranks), **{what: [index * n, (index + 1) * n] for what, n in sizes.items()}}
 
 
 # ---- for readers -----------------------------------------------------------------------------------------------------

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_packed
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
-from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.parallel import Mesh, Rules, balance
+from kimi_graph.parallel.balance import Table
+from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.mesh import Axes
+from kimi_graph.parallel.placement import with_zeros
 from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
@@ -29,9 +32,10 @@ from .bundle import MANIFEST, Bundle
 from .executor import Executor, Ran, Selections
 from .executor.lockstep import Groups, Steps
 from .ge_proto import ModelDef, TensorDescriptor, shape_of
-from .manifest import mesh_of
+from .manifest import layout_in
 from .mesh_manifest import as_dims, own_axes
-from .meshes import rules_on
+from .meshes import Layout, arranged
+from .places import bind_rank, placed_groups
 from .weight_formats import bound
 
 CAUSAL = "causal_mask"
@@ -55,6 +59,7 @@ class Weights:
 
     Attributes:
         params: parameters by path. specs: of the model, by path. checkpoint: where packed weights are read from.
+        slots: of parameters that hold copies of experts, which expert is in each slot.
     """
 
     bundle: Bundle
@@ -62,6 +67,7 @@ class Weights:
     params: Mapping[str, Tensor]
     specs: Mapping[str, ParamSpec]
     checkpoint: Checkpoint
+    slots: Mapping[str, Sequence[int]]
     made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def of(self, model: ModelDef, rank: int) -> dict[str, Tensor]:
@@ -94,11 +100,17 @@ class Weights:
         steps, path = recipe.from_json(entry["steps"]), entry["parameter"]
         form = recipe.form(steps)
         if form is None:
-            made = recipe.apply(steps, cut(self.params[path], dims, self.mesh, rank).contiguous())
+            whole = self._in_slots(path, self.params[path])
+            whole = with_zeros(whole, entry.get("padded", whole.shape))
+            made = recipe.apply(steps, cut(whole, dims, self.mesh, rank).contiguous())
         else:
-            parts = self._packed(path, form)
-            made = recipe.apply(steps[1:], cut(parts[steps[0].args[1]], dims[:1], self.mesh, rank))
+            whole = self._in_slots(path, self._packed(path, form)[steps[0].args[1]])
+            shape = [*entry.get("padded", whole.shape)[:1], *whole.shape[1:]]
+            made = recipe.apply(steps[1:], cut(with_zeros(whole, shape), dims[:1], self.mesh, rank))
         return bound(f"weight {name} of rank {rank}", desc, made, form)
+
+    def _in_slots(self, path: str, x: Tensor) -> Tensor:
+        return x[list(self.slots[path])] if path in self.slots else x
 
     @functools.cached_property
     def _read(self) -> dict[tuple[str, str], dict[str, Tensor]]:
@@ -115,23 +127,49 @@ class Weights:
 
 @dataclass(frozen=True)
 class Plan:
-    """A bundle of a mesh, read: its mesh, and the graph of each phase and stage."""
+    """A bundle of a mesh, read: its layout, and the graph of each phase and stage.
+
+    Attributes:
+        executors: made so far; by phase, stage, and places in groups where a graph says them.
+    """
 
     bundle: Bundle
-    config: ModelConfig
-    mesh: Mesh
+    layout: Layout
     entries: Mapping[tuple[str, int], Mapping[str, Any]]
     models: Mapping[tuple[str, int], ModelDef]
-    executors: Mapping[tuple[str, int], Executor]
+    executors: dict[tuple[str, int, tuple[int, ...]], Executor] = field(default_factory=dict)
 
     @staticmethod
     def read(bundle: Bundle, config: ModelConfig) -> "Plan":
         """All graphs, from their files."""
-        mesh = mesh_of(bundle.manifest, bundle.folder / MANIFEST)
-        assert mesh is not None
+        layout = layout_in(bundle.manifest, config, bundle.folder / MANIFEST)
+        assert layout is not None
         entries = {(g["phase"], g["stage"]): g for g in bundle.manifest["graphs"]}
         models = {key: air.from_bytes(bundle.graph_bytes(g), g["file"]) for key, g in entries.items()}
-        return Plan(bundle, config, mesh, entries, models, {key: Executor(m) for key, m in models.items()})
+        return Plan(bundle, layout, entries, models)
+
+    def executor(self, phase: str, rank: int) -> Executor:
+        """Of a rank's graph: the one in the file, told where the rank stands."""
+        model = self.models[phase, self.stage_of(rank)]
+        places = {group: self.mesh.index(rank, group_axes(group)) for group in placed_groups(model)}
+        key = phase, self.stage_of(rank), tuple(places.values())
+        if key not in self.executors:
+            self.executors[key] = Executor(bind_rank(model, places.__getitem__) if places else model)
+        return self.executors[key]
+
+    @property
+    def types(self) -> set[str]:
+        """Operator types that run."""
+        return set().union(*(self.executor(phase, self.ranks(stage)[0]).types for phase, stage in self.entries))
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the model as the graphs have it."""
+        return self.layout.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
 
     def stages(self, phase: str) -> list[int]:
         """Those that have a part in a phase, in order."""
@@ -146,7 +184,7 @@ class Plan:
         return rank // self.mesh.stage.world
 
     def rules(self, phase: str) -> Rules:
-        return rules_on(self.config, self.mesh, phase)
+        return self.layout.rules(phase)
 
     def groups(self) -> Groups:
         """Rank lists of a group, as the manifest has them."""
@@ -158,6 +196,21 @@ class Plan:
             return known[name]
 
         return ranks
+
+    @functools.cached_property
+    def tables(self) -> dict[int, Table]:
+        """Where the copies of experts are, by layer, for loads that are skewed and differ by layer."""
+        generator, ways = torch.Generator().manual_seed(0), self.rules("decode").ways("experts")
+        found = {}
+        for i, layer in enumerate(self.config.layers):
+            if isinstance(layer.ffn, MoeConfig) and layer.ffn.redundant:
+                loads = torch.rand(layer.ffn.experts, generator=generator).pow(4).tolist()
+                found[i] = balance(loads, layer.ffn.slots, ways).table
+        return found
+
+    def table_inputs(self) -> dict[str, Tensor]:
+        """`tables` as inputs of graphs."""
+        return {decoder.table_name(i): torch.tensor(t.packed, dtype=torch.int32) for i, t in self.tables.items()}
 
     def shard(self, rank: int) -> Mapping[str, Any]:
         """The rows, slots and pages of a rank."""
@@ -191,7 +244,8 @@ class Rank:
         Args:
             given: whole inputs by name, with slots and pages counted through all shards.
         """
-        executor, entry = self.plan.executors[phase, self.stage], self.plan.entries[phase, self.stage]
+        executor, entry = self.plan.executor(phase, self.rank), self.plan.entries[phase, self.stage]
+        given = {**given, **self.plan.table_inputs()}
         described = {i["name"]: i for i in entry["inputs"]}
         inputs = {
             name: self.weights[phase][name] if name in self.weights[phase] else self._input(described[name], given)
@@ -230,8 +284,9 @@ class Rank:
 
 def make_ranks(plan: Plan, ranks: Sequence[int], params: Any, checkpoint: Checkpoint, mode: str) -> list[Rank]:
     """Ranks with their weights, made of parameters (float64 parameters stay float64)."""
-    specs = dict(tree.items(decoder.model_specs(plan.config)))
-    weights = Weights(plan.bundle, plan.mesh, dict(tree.items(params)), specs, checkpoint)
+    specs = dict(tree.items(decoder.model_specs(arranged(plan.config))))
+    slots = {f"layers.{i}.moe.{name}": t.slots for i, t in plan.tables.items() for name in ("gate_up", "down")}
+    weights = Weights(plan.bundle, plan.mesh, dict(tree.items(params)), specs, checkpoint, slots)
     return [Rank(plan, rank, weights, mode) for rank in ranks]
 
 

@@ -25,6 +25,8 @@ from kimi_graph.parallel.mesh import Axes
 from .executor.registry import SEMANTICS
 from .ge_proto import ModelDef, OpDef, data_edges, get_attr, split_edge
 from .lower import OWN_INDEX
+from .order import COLLECTIVE
+from .places import group_of
 
 PART, ROWS, WORDS, SUM = "a part", "rows of experts", "words", "a summand"
 Along = dict[str, str]  # mesh axes along which ranks differ, and how
@@ -69,7 +71,7 @@ def check_sums(
             known[op.name] = made = _rule(op)(op, along, dims)
         except BundleError as error:
             raise BundleError(f"{op.name} ({op.type}): {error}") from None
-        count += "group" in op.attr
+        count += op.type.startswith(COLLECTIVE)
         for state in _written(op, where):
             _check_left(f"{state}, written by {op.name},", made, dims[state])
     return count
@@ -225,11 +227,11 @@ def _brought_back(op: OpDef, along: list[Along], dims: Any) -> Along:
 
 def _sent(op: OpDef, along: list[Along], dims: Any) -> Along:
     """Rows to their experts and back: each rank has its own."""
-    return _any(op, along, dims) | dict.fromkeys(group_axes(get_attr(op, "group")), PART)
+    return _any(op, along, dims) | dict.fromkeys(group_axes(group_of(op)), PART)
 
 
 def _hcom(op: OpDef, along: list[Along], dims: Any) -> Along:
-    axes, x = group_axes(get_attr(op, "group")), _together(along)
+    axes, x = group_axes(group_of(op)), _together(along)
     if "reduction" in op.attr:
         for axis in axes:
             if axis not in x:

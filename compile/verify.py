@@ -332,14 +332,19 @@ def _pictures(entry: dict[str, Any], config: ModelConfig, generator: torch.Gener
 
 def row_capacity(contract: dict[str, Any], rows: int) -> int:
     """Tokens that every row can hold at once."""
-    shards = _shards(contract)
-    pages = (contract["pages"] // shards - 1) // (rows // shards)
-    return min(contract["tokens_per_sequence"], pages * contract["page_tokens"])
+    shards, pools = _shards(contract), _pools(contract)
+    pages = (contract["pages"] // (shards * pools) - 1) // (rows // shards)
+    return min(contract["tokens_per_sequence"], pages * pools * contract["page_tokens"])
 
 
 def _shards(contract: dict[str, Any]) -> int:
-    """Into how many pools the slots and pages fall: one, or one for each shard of rows on a mesh."""
+    """Into how many parts rows fall, and the slots and pages that are theirs: one, or on a mesh some."""
     return len(contract.get("shards", [None]))
+
+
+def _pools(contract: dict[str, Any]) -> int:
+    """Pools that the pages of a shard are, of ranks that share each sequence."""
+    return contract.get("pools", 1)
 
 
 def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Tensor]:
@@ -362,14 +367,16 @@ def prompt_chunks(rows: int, chunk: int, room: int, longest: int) -> Iterator[Te
 
 def _scattered(contract: dict[str, Any], rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Pages and slots in scrambled order: a graph that ignores the tables cannot pass."""
-    shards = _shards(contract)
-    pages, places, own = (n // shards for n in (contract["pages"], contract["slots"], rows))
-    per_row = min(contract["pages_per_sequence"], (pages - 1) // own)
+    shards, pools = _shards(contract), _pools(contract)
+    pages, places, own = contract["pages"] // (shards * pools), contract["slots"] // shards, rows // shards
+    per_row = min(contract["pages_per_sequence"] // pools, (pages - 1) // own)
     table = torch.zeros(rows, contract["pages_per_sequence"], dtype=torch.int32)
     slots = []
     for shard in range(shards):
-        order = torch.randperm(pages - 1, generator=generator) + 1 + shard * pages
-        table[shard * own : (shard + 1) * own, :per_row] = order[: own * per_row].view(own, per_row).int()
+        for pool in range(pools):
+            order = torch.randperm(pages - 1, generator=generator) + 1 + (shard * pools + pool) * pages
+            mine = order[: own * per_row].view(own, per_row).int()
+            table[shard * own : (shard + 1) * own, pool : per_row * pools : pools] = mine
         slots.append(torch.randperm(places - 1, generator=generator)[:own] + 1 + shard * places)
     return table, torch.cat(slots).int()
 
@@ -391,12 +398,11 @@ class ModelSide:
             for i, (layer, state) in enumerate(zip(config.layers, specs, strict=True))
             for leaf, spec in tree.items(state)
         }
-        self.shards = _shards(contract)
+        self.parts = {"slots": _shards(contract), "pages": _shards(contract) * _pools(contract)}
 
     def owned(self, name: str, x: Tensor) -> Tensor:
-        """A state without slot 0 and page 0, which are nobody's, of every shard."""
-        assert self.pools[name] in ("slots", "pages"), name
-        return x.unflatten(0, (self.shards, -1))[:, 1:]
+        """A state without slot 0 and page 0, which are nobody's, of every part."""
+        return x.unflatten(0, (self.parts[self.pools[name]], -1))[:, 1:]
 
     def step(self, step: Step) -> Tensor:
         """Logits `[rows, vocab]` of each row's last token, and the states move on; or a picture's embeddings."""

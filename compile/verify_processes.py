@@ -37,7 +37,7 @@ class ProcessSide:
     def __init__(self, plan: Plan, mode: str, folder: Path, steps: int) -> None:
         self.plan, self.mode, self.folder, self.left = plan, mode, folder, steps
         self.at = -1
-        self.types = set().union(*(e.types for e in plan.executors.values()))
+        self.types = plan.types
 
     def selections(self) -> RankSelections:
         return RankSelections()

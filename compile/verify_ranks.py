@@ -45,14 +45,14 @@ class MeshSide:
     def __init__(
         self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, checkpoint: Checkpoint, plan: Plan
     ) -> None:
-        self.plan, self.config, self.mode, self.dtype = plan, config, mode, params.embed.dtype
+        self.plan, self.config, self.mode = plan, config, mode
         self.kv_dtype = bundle.manifest["state"]["kv_dtype"]
         self.ranks = make_ranks(plan, range(plan.mesh.world), params, checkpoint, mode)
 
     @property
     def types(self) -> set[str]:
         """Operator types that run."""
-        return set().union(*(e.types for e in self.plan.executors.values()))
+        return self.plan.types
 
     def selections(self) -> RankSelections:
         return RankSelections()
@@ -102,7 +102,13 @@ def whole_result(plan: Plan, phase: str, gives: Mapping[int, Mapping[str, Tensor
     """The first result of the last stage's ranks, put together; `gives`: by place in the stage."""
     entry = next(results(plan, phase))
     parts = [gives[place][entry["name"]] for place in range(plan.mesh.stage.world)]
-    return _gathered(plan, entry["name"], parts, entry["over"])
+    whole = _gathered(plan, entry["name"], parts, entry["over"])
+    if entry["name"] != "logits":
+        return whole
+    own, added = whole.split([plan.config.vocab, whole.shape[-1] - plan.config.vocab], -1)
+    if not bool(added.isneginf().all()):
+        raise VerifyError(f"{entry['name']} on {plan.mesh}: a padded token could be chosen; minus infinity expected.")
+    return own
 
 
 def whole_states(plan: Plan, kv_dtype: str, states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -119,10 +125,12 @@ def whole_states(plan: Plan, kv_dtype: str, states: list[dict[str, Tensor]]) -> 
 def whole_choices(plan: Plan, phase: str, selections: RankSelections) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Keys that native graphs select by themselves, and those of the exact run, `[rows, tokens, keys]` each."""
     rules = plan.rules(phase)
+    if phase == "decode" and rules.ways("cached") > 1:
+        return  # a rank selects among its own part of the keys
     over = [list(rules.on("batch")), list(rules.on("index_queries")), []]
     for stage in plan.stages(phase):
         ranks = [selections.of(r) for r in plan.ranks(stage)]
-        nodes = plan.executors[phase, stage].nodes
+        nodes = plan.executor(phase, plan.ranks(stage)[0]).nodes
         for name in [n for n in ranks[0].own if nodes[n].type in SELECTORS]:
             own = _gathered(plan, name, [s.own[name][:, :, 0] for s in ranks], over)
             yield name, own, _gathered(plan, name, [s.chosen[name][:, :, 0] for s in ranks], over)

@@ -282,6 +282,19 @@ Wheel = Annotated[
 Cache = Annotated[
     Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
 ]
+Pad = Annotated[bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")]
+Exchange = Annotated[
+    bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
+]
+RedundantExperts = Annotated[
+    int, typer.Option("--redundant-experts", metavar="N", min=0, help="Copies of busy experts, in each layer.")
+]
+MoeChunks = Annotated[
+    int, typer.Option("--moe-chunks", metavar="N", min=1, help="Parts in which --exchange sends rows.")
+]
+SplitCache = Annotated[
+    bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
+]
 
 
 @contextlib.contextmanager
@@ -311,6 +324,11 @@ def compile(  # noqa: A001 (the command's name)
         str | None,
         typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
     ] = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
     phase: Annotated[
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
@@ -398,6 +416,11 @@ def compile(  # noqa: A001 (the command's name)
             weights_format=weights_format,
             kv_dtype=kv_dtype,
             mesh=None if mesh is None else Mesh.parse(mesh),
+            pad=pad,
+            exchange=exchange,
+            redundant_experts=redundant_experts,
+            moe_chunks=moe_chunks,
+            split_cache=split_cache,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
             progress=progress,
@@ -421,21 +444,11 @@ def shard(
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="List the meshes of N devices that are legal.")
     ] = None,
-    pad: Annotated[
-        bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")
-    ] = False,
-    exchange: Annotated[
-        bool, typer.Option("--exchange", help="Send rows to their experts; else experts read all rows and sum.")
-    ] = False,
-    redundant_experts: Annotated[
-        int, typer.Option("--redundant-experts", metavar="N", min=0, help="Copies of busy experts, in each layer.")
-    ] = 0,
-    moe_chunks: Annotated[
-        int, typer.Option("--moe-chunks", metavar="N", min=1, help="Parts in which --exchange sends rows.")
-    ] = 1,
-    split_cache: Annotated[
-        bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
-    ] = False,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
     target: Annotated[
         str, typer.Option(metavar="NAME", help=f"Whose links and memory it is held against: {TARGETS}.")
     ] = "a3",
@@ -531,6 +544,7 @@ def fixture(
     quantised: Annotated[
         bool, typer.Option("--quantised", help="Quantise what is released quantised. Default: all weights are plain.")
     ] = False,
+    tp: Annotated[int, typer.Option(metavar="N", min=1, help="Heads and channels divide over N ranks.")] = 1,
 ) -> None:
     """Make a small checkpoint of a model's kind. It has the released tensor names, dtypes and head sizes, few layers
     and random weights: real input for every other command.
@@ -541,7 +555,9 @@ def fixture(
     started = time.perf_counter()
     from kimi_graph.fixture import make_fixture
 
-    made = make_fixture(_load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised)
+    made = make_fixture(
+        _load_config(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised, ways=tp
+    )
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
     _close(f"fixture of {model}: {shape}", started, out)
 

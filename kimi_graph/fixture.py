@@ -46,6 +46,7 @@ def make_fixture(
     seed: int = 0,
     overwrite: bool = False,
     quantised: bool = False,
+    ways: int = 1,
 ) -> Fixture:
     """Write a small checkpoint of the same kind as `config`: weights, index, config.json, tokenizer with chat template.
 
@@ -54,13 +55,14 @@ def make_fixture(
         seed: of the weights; the same seed gives the same bytes.
         overwrite: replace `out` if it is a fixture (and nothing else) already.
         quantised: weights that are released quantised are so here; else all are plain.
+        ways: heads and channels divide over so many ranks (tp).
 
     Raises:
         ConfigError: too few or too many layers; `quantised` of a model that is not. CheckpointError: `out` is something
             else's, or exists.
     """
     out = Path(out)
-    source = small_config(config, layers, quantised)
+    source = small_config(config, layers, quantised, ways)
     small = parse_config(source, origin=f"fixture of {config.name}", name=out.absolute().name)
     _check_place(out, overwrite)
     specs, params = model_specs(small), init_params(small, seed, small.dtype)
@@ -102,7 +104,9 @@ def _check_place(out: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out}: is a fixture already; replace it with --overwrite, or choose another folder.")
 
 
-def small_config(config: ModelConfig, layers: int | None = None, quantised: bool = False) -> dict[str, Any]:
+def small_config(
+    config: ModelConfig, layers: int | None = None, quantised: bool = False, ways: int = 1
+) -> dict[str, Any]:
     """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens."""
     if quantised and config.quant is None:
         raise ConfigError(f"fixture of {config.name}: its weights are not quantised; leave that out.")
@@ -113,6 +117,7 @@ def small_config(config: ModelConfig, layers: int | None = None, quantised: bool
             f"fixture of {config.name}: layers: found {count}, expected 2 (one of each mixer) to {most} (the model's)."
         )
     small = SMALL[config.model_type](config.source, count)
+    _divide(small.get("text_config", small), ways)
     if not quantised:
         for section in (small, small.get("text_config", {})):
             section.pop("quantization_config", None)
@@ -127,6 +132,17 @@ def _enough_layers(config: ModelConfig) -> int:
     if any(isinstance(m, KdaConfig) for m in mixers):
         return 5
     return 6 if any(isinstance(m, MlaConfig) and m.indexer and m.indexer.shared for m in mixers) else 3
+
+
+def _divide(text: dict[str, Any], ways: int) -> None:
+    """More heads and channels where they do not divide over `ways`; the vocabulary and the experts stay as they are."""
+    linear = text.get("linear_attn_config", {})
+    heads = [(text, "num_attention_heads"), (text, "num_key_value_heads"), (linear, "num_heads")]
+    channels = [(text, "intermediate_size"), (text, "moe_intermediate_size")]
+    for step, places in ((ways, heads), (1 if ways == 1 else math.lcm(ways, 64), channels)):
+        for where, key in places:
+            if where.get(key) is not None:
+                where[key] = step * math.ceil(where[key] / step)
 
 
 # Parts of a config.json, made smaller.

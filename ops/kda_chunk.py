@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator, recorded
-from .short_conv import put_rows, state_rows
+from .state import put_rows, state_rows
 
 CHUNK = 64  # tokens; 32 to 128 measure alike
 GROUP_BYTES = 2 << 20  # of the rows of chunks worked on together: they and their temporaries stay in cache

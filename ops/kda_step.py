@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator
-from .short_conv import put_rows
+from .state import put_rows
 
 FLOAT32_STATE = "9.2"  # first CANN release whose operator takes a float32 state
 

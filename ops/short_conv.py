@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import BLOCK_BYTES, at_least_f32, may_overwrite, operator
+from .base import BLOCK_BYTES, at_least_f32, operator
+from .state import put_rows, state_rows
 
 
 @operator(sharding="b t h k, h k w, s h k u, b, b, b -> b t h k, s h k u", whole="twsu")
@@ -56,23 +57,6 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
 @short_conv.fake
 def _(x, weight, window, slots, lengths, counts):
     return torch.empty_like(x), torch.empty_like(window)
-
-
-def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """The rows' slots of a state, zeros where a sequence starts (whatever the slot holds)."""
-    rows = state.index_select(0, slots)
-    starts = [length <= count for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
-    if any(starts):
-        rows = rows.masked_fill(torch.tensor(starts, device=rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)
-    return rows
-
-
-def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """`state` with `rows` at `slots`; written into `state` itself where the caller gave it away."""
-    rows = rows if rows.dtype == state.dtype else rows.to(state.dtype)
-    if may_overwrite(state):
-        return state.index_copy_(0, slots.long(), rows)
-    return state.index_copy(0, slots.long(), rows)
 
 
 @short_conv.lowering

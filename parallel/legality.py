@@ -123,7 +123,7 @@ def refusal(
     """
     found = list(found)
     lines = [f"{name} cannot be on {mesh}:", *(f"  {fault}" for fault in found)]
-    if any("tensor" in directions(mesh, fault.over) for fault in found):
+    if any("tensor" in directions(mesh, fault.over) and fault.size.count for fault in found):
         best = nearest_tensor(sizes, mesh, rules_of)
         if best is not None:
             lines.append(f"  The nearest tp at which everything divides, nothing padded: {best}.")

@@ -325,3 +325,14 @@ def test_configs_of_fixtures_differ_from_their_model_in_counts_alone():
     }
     assert released.keys() - scaled.keys() == {"auto_map", "head_dim", "rope_theta", "rope_scaling"}
     assert isinstance(small().layers[2].mixer, MlaConfig)
+
+
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3.1-pro", "glm-5.2"])
+def test_heads_and_channels_divide_over_the_ranks_that_were_asked_for(name):
+    sizes = {"heads": set(), "ffn": set(), "vocab": set()}
+    small = parse_config(small_config(load_config(name), ways=3), origin="small", name="small")
+    for _, spec in tree.items(model_specs(small)):
+        for axis, size in zip(spec.axes, spec.shape, strict=True):
+            sizes.get(axis, set()).add(size)
+    assert all(size % 3 == 0 for size in sizes["heads"] | sizes["ffn"])
+    assert sizes["vocab"] == {512}

@@ -110,7 +110,7 @@ def test_states_of_a_rank_have_a_slot_and_a_page_more_than_its_sequences():
     assert local["s.layers.*.kda.memory"] == (3 + 1, 24, 128, 128)
     assert local["s.layers.*.mla.latent"] == (3 * 8 // 2 + 1, 128, 512)
     assert [w[1] for w in plan.whole if w[0] == "context" and "kda states" in w[2]] == [
-        "a row's memory lives where the row is computed; along context each rank has the last one's"
+        "a row's memory lives where the row is computed; along context each rank has what the last stretch left"
     ]
 
 

@@ -48,18 +48,20 @@ def family_bundle(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Calla
     """`family_bundle(name, chip)`: the bundle of a preset's fixture for a chip, made when first asked for. Read only.
 
     2 rows, chunks of 16, 96 tokens in pages of 16: more than the fixtures' top-k of 64, so that keys are selected.
-    Other options are compile's; with a `weights_format` the fixture is quantised as its model is released.
+    Other options are compile's; with a `weights_format` the fixture is quantised as its model is released, with `ways`
+    its heads and channels divide over so many ranks.
     """
 
     @functools.cache
-    def checkpoint(name: str, quantised: bool) -> Path:
+    def checkpoint(name: str, quantised: bool, ways: int) -> Path:
         folder = tmp_path_factory.mktemp("family") / name
-        return make_fixture(load_config(name), folder, quantised=quantised).folder
+        return make_fixture(load_config(name), folder, quantised=quantised, ways=ways).folder
 
     @functools.cache
-    def made(name: str, chip: str = "a3", **options: Any) -> Path:
+    def made(name: str, chip: str = "a3", ways: int = 1, **options: Any) -> Path:
         folder = tmp_path_factory.mktemp("bundles") / name
-        source = checkpoint(name, quantised="weights_format" in options and load_config(name).quant is not None)
+        quantised = "weights_format" in options and load_config(name).quant is not None
+        source = checkpoint(name, quantised, ways)
         config = load_config(source)
         sizes = {
             "batch": 2,

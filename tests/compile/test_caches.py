@@ -22,7 +22,7 @@ from kimi_graph.compile.driver import Request, compile_model, convert_piece
 from kimi_graph.compile.executor import Executor, Selections
 from kimi_graph.compile.ge_proto import ModelDef, dtype_of, get_attr, set_attr, shape_of
 from kimi_graph.compile.inspect import inspect_bundle, sizes
-from kimi_graph.compile.phases import capture_pieces, capture_sharded_pieces
+from kimi_graph.compile.phases import capture_pieces
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, Piece
 from kimi_graph.compile.targets import CANN_VERSIONS, target
@@ -32,11 +32,10 @@ from kimi_graph.errors import BundleError, CompileError
 from kimi_graph.layers import step_batch
 from kimi_graph.models import decoder
 from kimi_graph.ops.quantised_cache import pack_rows, quantise
-from kimi_graph.parallel import Mesh, preset
+from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 from tests.compile.family import SPARSE, small_model
 from tests.compile.test_lowerings_family import COUNTS, LENGTHS, PAGE, TABLE, Case, attended, compare, rand
-from tests.compile.test_sharded import bucket
 
 I8, I32, E4M3, F16, F32 = torch.int8, torch.int32, torch.float8_e4m3fn, torch.float16, torch.float32
 DTYPES = {"int8": (I8, F16), "fp8": (E4M3, F32)}
@@ -181,13 +180,15 @@ def test_a_graph_in_8_bits_has_no_operator_and_no_state_of_the_plain_cache(famil
     assert leaves == {"latent": len(mla), "index": full, "index_scale": full}
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_caches_that_are_split_by_sequence_are_not_in_8_bits(phase):
-    config, mesh = small_model("kimi-k3.1-pro"), Mesh.parse("cp=2,tp=2")
-    rules = preset(config, mesh, phase)
-    pieces = capture_sharded_pieces(config, bucket(config, phase, 1, rules.ways("cached")), rules)
-    with pytest.raises(CompileError, match="caches in int8 are not split by sequence yet: take --kv-dtype bf16"):
-        quantise_caches(pieces["mla"].captured, "int8")
+@pytest.mark.parametrize("mesh, split", [("cp=2", False), ("tp=2", True)])
+def test_caches_that_are_split_by_sequence_are_not_in_8_bits(mesh, split):
+    config, a3 = small_model("kimi-k3.1-pro"), target("a3")
+    request = Request(
+        config=config, target=a3, max_len=96, page=16, chunk=16, kv_dtype="int8", mesh=Mesh.parse(mesh),
+        split_cache=split,
+    )  # fmt: skip
+    with pytest.raises(CompileError, match="--kv-dtype int8: 8-bit caches are not split by sequence yet; take bf16"):
+        request.check()
 
 
 def test_reads_keep_their_names_and_other_parts_are_left_alone():

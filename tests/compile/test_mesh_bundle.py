@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kimi_graph.checkpoint import write_shards
 from kimi_graph.compile import air
 from kimi_graph.compile.bundle import GRAPHS, MANIFEST, WEIGHTS, dump, file_hash, open_bundle, read_json
 from kimi_graph.compile.cost import inspect_cost
@@ -21,7 +22,10 @@ from kimi_graph.compile.ranks import Plan
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import bundle_config, verify_bundle
 from kimi_graph.errors import BundleError, CompileError, ShardingError, VerifyError
+from kimi_graph.fixture import small_config
+from kimi_graph.models import decoder, init_params
 from kimi_graph.parallel import Mesh
+from kimi_graph.read_config import load_config, parse_config
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +120,30 @@ def test_the_defaults_share_out_over_the_mesh(compile_small):
         ("dp=2", {"batch": 3}, r"--batch: batch=3 does not divide over 2 \(rule batch -> data\)\. Nearest: 2, 4"),
         ("dp=2", {"batch": 2, "pages": 13}, r"--pages: pages=13 does not divide over 2"),
         ("pp=4", {}, r"pp=4: there are 3 layers"),
-        ("cp=2", {}, r"cp=2\) are not made yet; the same ranks as dp=2"),
         ("tp=2", {"weights": "constant"}, r"--weights constant: ranks of a mesh have different weights"),
+        ("cp=2", {"chunk": 15}, r"--chunk: queries=15 does not divide over 2 \(rule queries -> context\)"),
+        ("cp=2", {"pages": 13}, r"--pages: pages=13 does not divide over 2 \(rule pages -> context\)"),
+        ("cp=2", {"pages": 4}, r"--pages 4: .* page 0 is nobody's on each of 2 ranks that share them out; at least 6"),
+        ("tp=3", {}, r"vocab=512 does not divide over 3 .* or --pad: 513 rows, the last ones zero"),
+        (
+            "tp=2",
+            {"redundant_experts": 3},
+            r"--redundant-experts 3: 19 slots do not divide over 2 ranks. Nearest: 2, 4",
+        ),
+        ("tp=2", {"moe_chunks": 2}, r"--moe-chunks 2: rows are sent to their experts with --exchange alone"),
+        (None, {"split_cache": True}, r"--split-cache is for many ranks; give a --mesh"),
+        (None, {"redundant_experts": 2}, r"--redundant-experts is for many ranks; give a --mesh"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_anything_is_traced(compile_small, monkeypatch, mesh, options, message):
     monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
     with pytest.raises((ShardingError, CompileError), match=message):
-        compile_small(None, mesh=Mesh.parse(mesh), **options)
+        compile_small(None, mesh=None if mesh is None else Mesh.parse(mesh), **options)
+
+
+def test_of_sizes_that_were_chosen_no_other_mesh_is_proposed(compile_small):
+    with pytest.raises(ShardingError, match=r"token=1 does not divide over 2 .* Nearest: 2$"):
+        compile_small(None, mesh=Mesh.parse("tp=2"), exchange=True, batch=1, phases=("decode",))
 
 
 def test_a_chunk_that_the_queries_of_an_indexer_do_not_divide_is_refused(monkeypatch):
@@ -140,7 +160,7 @@ def test_a_chunk_that_the_queries_of_an_indexer_do_not_divide_is_refused(monkeyp
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,dp=2"])
+@pytest.mark.parametrize("mesh", ["tp=2", "dp=2,tp=2", "pp=2,dp=2", "cp=2", "dp=2,cp=2"])
 def test_a_bundle_of_a_mesh_is_its_model(on_mesh, mesh):
     report = verify_bundle(on_mesh(mesh), steps=2)
     assert report.passed, report.text()
@@ -148,13 +168,49 @@ def test_a_bundle_of_a_mesh_is_its_model(on_mesh, mesh):
     assert {r.what for r in report.rows} >= {"logits", "kda.memory", "mla.latent"}
 
 
+SHARED = (  # a mesh, and how rows, caches and experts lie on it
+    ("tp=4", {}),
+    ("tp=2,dp=2", {}),
+    ("dp=2,tp=2,ep=2", {}),
+    ("pp=2,tp=2", {}),
+    ("cp=4", {}),
+    ("cp=2,tp=2", {}),
+    ("pp=2,dp=2,tp=2", {}),
+    ("tp=2", {"split_cache": True}),
+    ("tp=3", {"pad": True, "ways": 3}),
+    ("dp=2,tp=2", {"exchange": True}),
+    ("dp=2,tp=2", {"exchange": True, "moe_chunks": 2, "redundant_experts": 4}),
+    ("dp=2,tp=2,ep=2", {"redundant_experts": 2}),
+)
+
+
 @pytest.mark.heavy
-@pytest.mark.parametrize("mesh", ["tp=4", "tp=2,dp=2", "dp=2,tp=2,ep=2", "pp=2,tp=2", "pp=2,dp=2,tp=2"])
-@pytest.mark.parametrize("name", ["kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
-def test_bundles_of_every_mesh_are_their_models(on_mesh, name, mesh):
-    report = verify_bundle(on_mesh(mesh, name), steps=4)
+@pytest.mark.parametrize("mesh, options", SHARED, ids=str)
+@pytest.mark.parametrize("name", ["kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2"])
+def test_bundles_of_every_mesh_are_their_models(on_mesh, host, name, mesh, options):
+    chunk = {"chunk": 24 if "ways" in options else 16}
+    report = verify_bundle(on_mesh(mesh, name, **options, **chunk), steps=4)
     assert report.passed, report.text()
-    assert lint_bundle(on_mesh(mesh, name)).passed
+    assert lint_bundle(on_mesh(mesh, name, **options, **chunk), host.root).passed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, mesh, options",
+    [
+        ("kimi-k3.1-pro", "cp=2,tp=2", {}),
+        ("deepseek-v3.2", "tp=2", {"split_cache": True}),
+        ("kimi-linear-48b", "tp=3", {"pad": True, "ways": 3, "batch": 3}),
+        ("kimi-linear-48b", "dp=2,tp=2", {"exchange": True, "moe_chunks": 2, "redundant_experts": 4}),
+    ],
+    ids=str,
+)
+def test_choices_of_a_mesh_are_kept_through_bundle_and_verify(on_mesh, host, name, mesh, options):
+    folder = on_mesh(mesh, name, **options)
+    report = verify_bundle(folder, steps=2)
+    assert report.passed, report.text()
+    assert all(r.error < 1e-13 for r in report.rows if r.mode == "exact")
+    assert lint_bundle(folder, host.root).passed
 
 
 @pytest.mark.slow
@@ -202,6 +258,12 @@ def verify_passes(folder: Path) -> bool:
     [
         (("mesh", "text"), "tp=4"),
         (("mesh", "text"), 3),
+        (("mesh", "split_cache"), True),
+        (("mesh", "exchange"), True),
+        (("mesh", "padded"), 3),
+        (("mesh", "redundant_experts"), 2),
+        (("mesh", "moe_chunks"), "2"),
+        (("state", "pools"), 2),
         (("mesh", "groups", "tensor"), [[0, 2], [1, 3]]),
         (("mesh", "rules", "decode", "heads"), "whole"),
         (("mesh", "stages", 0, "ranks"), [0, 2]),
@@ -244,7 +306,7 @@ def test_what_is_split_otherwise_than_when_it_was_compiled_is_refused(on_mesh, n
     """Public case A8: a graph has one shape for each input and is never compiled anew; here all rows, and all words."""
     bundle = open_bundle(on_mesh("dp=2,tp=2"))
     plan = Plan.read(bundle, bundle_config(bundle))
-    executor = plan.executors["decode", 0]
+    executor = plan.executor("decode", 0)
     ops = plan.models["decode", 0].graph[0].op
     made = {op.name: torch.zeros(shape_of(d), dtype=dtype_of(d)) for op in ops for d in op.output_desc[:1]}
     assert list(made[name].shape) == [given[0] // 2, *given[1:]]
@@ -253,6 +315,45 @@ def test_what_is_split_otherwise_than_when_it_was_compiled_is_refused(on_mesh, n
     with pytest.raises(BundleError, match=rf"{re.escape(name)} \(Data\): .*{re.escape(str(list(given)))}"):
         for _ in executor.steps(inputs, states, "native"):
             pass
+
+
+# ---- places --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def placed(host, tmp_path_factory):
+    """A bundle whose rows go to experts through CANN's pair: experts as wide as it wants them."""
+    source = small_config(load_config("kimi-k3"), 4)
+    source["text_config"]["routed_expert_hidden_size"] = 1024
+    config = parse_config(source, origin="wide experts", name="wide")
+    folder, out = tmp_path_factory.mktemp("wide"), tmp_path_factory.mktemp("bundles") / "wide"
+    write_shards(folder, decoder.model_specs(config), init_params(config, 0, config.dtype), config.dtype, 1 << 40)
+    (folder / "config.json").write_text(json.dumps(source))
+    compile_model(
+        config, target=target("a3"), out=out, checkpoint=folder, mesh=Mesh.parse("dp=2,tp=2"), exchange=True,
+        redundant_experts=4, batch=4, chunk=16, max_len=64, page=16, patches=16,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.slow
+def test_a_rank_is_told_its_place_when_its_graph_is_loaded(placed, host):
+    manifest = open_bundle(placed).manifest
+    (entry,) = [g for g in manifest["graphs"] if g["phase"] == "decode"]
+    assert entry["places"] == {
+        kind: {"attribute": "ep_rank_id", "group": "experts:data,tensor"}
+        for kind in ("MoeDistributeCombineV2", "MoeDistributeDispatchV2")
+    }
+    assert manifest["mesh"]["groups"]["experts:data,tensor"] == [[0, 1, 2, 3]]
+    report = verify_bundle(placed, steps=2)
+    assert report.passed, report.text()
+    assert lint_bundle(placed, host.root).passed
+
+
+@pytest.mark.slow
+def test_ranks_at_another_place_are_noticed(placed, monkeypatch):
+    monkeypatch.setattr("kimi_graph.compile.ranks.bind_rank", lambda model, place: model)
+    assert not verify_passes(placed)
 
 
 # ---- lint ------------------------------------------------------------------------------------------------------------

@@ -92,8 +92,11 @@ def top_k_v2(op: Op, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 )
 def sort(op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
     op.expect(stable=(False, True))
-    values, order = torch.sort(x, dim=op.attr("axis", -1), descending=op.attr("descending", False), stable=True)
-    return values, order.int()
+    axis = op.attr("axis", -1)
+    order = torch.sort(x, dim=axis, descending=op.attr("descending", False), stable=True).indices.int()
+    if x.is_floating_point():  # who is sorted by a score is chosen by it
+        order = op.select(order)
+    return torch.gather(x, axis, order.long()), order
 
 
 @ge_op(
