@@ -591,8 +591,8 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
-    bytes that a step moves, by operator and by what they are.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
+    collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b
@@ -688,8 +688,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
-    collectives in the same order, with the same sizes; what a pipeline stage reads an earlier one gives. No weights.
-    Exit code 1 if something does not hold.
+    collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
+    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3
