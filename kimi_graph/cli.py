@@ -35,6 +35,7 @@ PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
 KV_DTYPES = ("bf16", "int8", "fp8")
+KERNELS = ("semantics", "twin")
 WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
@@ -106,8 +107,8 @@ def main() -> None:
     app(prog_name="kimi-graph")
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: a command of `app` that ends in an exit code and one clean line, never in a traceback of ours."""
+def command(function: Callable[..., None], of: typer.Typer = app, name: str | None = None) -> Callable[..., None]:
+    """Decorator: a command that ends in an exit code and one clean line, never in a traceback of ours."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -128,7 +129,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
 
-    return app.command(cls=_Command)(run)
+    return of.command(name, cls=_Command)(run)
 
 
 def _fail(message: str) -> NoReturn:
@@ -590,8 +591,8 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
-    bytes that a step moves, by operator and by what they are.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
+    collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b
@@ -687,8 +688,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
-    collectives in the same order, with the same sizes; what a pipeline stage reads an earlier one gives. No weights.
-    Exit code 1 if something does not hold.
+    collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
+    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3
@@ -725,6 +726,15 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Of a mesh: every rank in a process of its own, over gloo.")
     ] = False,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KERNELS),
+            callback=_one_of(KERNELS, "way to run our operators"),
+            help="Our operators in native mode: by what is said of them, or their Ascend C kernels on a CPU twin.",
+        ),
+    ] = "semantics",
+    cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
@@ -736,6 +746,7 @@ def verify(
     """
     started = time.perf_counter()
     with _progress() as progress:
+        from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.compile.verify import verify_bundle
 
         report = verify_bundle(
@@ -746,6 +757,29 @@ def verify(
             seed=seed,
             bisect=bisect,
             processes=processes,
+            kernels=(cache_dir or default_cache(os.environ)) / "twin" if kernels == "twin" else None,
             progress=progress,
         )
     _judge(report, as_json=as_json, started=started)
+
+
+kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")
+app.add_typer(kernels, name="kernels")
+
+
+@functools.partial(command, of=kernels, name="export")
+def export_kernels(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="The project's folder.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """Write the project that a machine with CANN builds our operators from. Sources, CMake lists, and a README with the
+    exact commands. Nothing of it has run on a device.
+
+    \b
+    kimi-graph kernels export build/kernels
+    """
+    started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import export_kernels as export
+
+    made = export(out, overwrite=overwrite)
+    _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)

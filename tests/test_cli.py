@@ -337,3 +337,21 @@ def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted
     assert out == ""
     assert "Downloading" in err
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", err)  # no foreground colour
+
+
+def test_the_way_to_run_our_operators_is_passed_on(run):
+    _, called = run(["verify", "b", "--kernels", "twin", "--cache-dir", "kept"])
+    assert called["verify_bundle"][1]["kernels"] == Path("kept") / "twin"
+    assert run(["verify", "b"])[1]["verify_bundle"][1]["kernels"] is None
+    result, called = run(["verify", "b", "--kernels", "npu"])
+    assert (result.exit_code, called) == (2, {})
+
+
+def test_the_operator_project_is_written_and_named(run, tmp_path):
+    result, _ = run(["kernels", "export", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"operator project of .*KdaStep.*: \d+ files -> \S+ in \d+\.\d s", result.output.strip())
+    result, _ = run(["kernels", "export", str(tmp_path / "out")])
+    assert (result.exit_code, "replace it with --overwrite" in result.stderr) == (1, True)
+    purpose, example, usage = run(["kernels", "export", "--help"])[0].output.split("\n\n")[:3]
+    assert purpose.startswith("  Write") and example.startswith("  kimi-graph kernels export") and "Usage:" in usage
