@@ -173,8 +173,8 @@ _TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 
 
 # Fact sheets of Ascend, A.3, and of serving, section 6.
 _RECIPE = "on 950, in the K3 recipe of cann-recipes-infer"
-_DSA = "in vllm-ascend's backend for DSA, called one by one"
-_GDN = "in vllm-ascend's layers of Qwen's GDN, called one by one, with one decay for a head"
+_DSA = "in the DSA backend of vllm-ascend, called one by one"
+_GDN = "in the GDN layers of vllm-ascend, with one decay for a head, called one by one"
 
 _PAIR = """group_ep: String
             ep_world_size: Int

@@ -216,5 +216,6 @@ def calls(piece: ShardedCapture) -> list[str]:
 
 def test_a_rank_scans_once_and_without_context_as_without_a_mesh():
     alone, shared = calls(k3_prefill("tp=8", 64)), calls(k3_prefill("cp=2,tp=8", 64))
-    assert alone == [*["short_conv"] * 3, "kda_chunk", "gated_rms_norm"]
-    assert shared == [*["short_conv", "state_write"] * 3, "kda_chunk", "state_write", "gated_rms_norm"]
+    made = ["kda_gate", "l2_norm", "l2_norm", "kda_chunk"]
+    assert alone == [*["short_conv"] * 3, *made, "gated_rms_norm"]
+    assert shared == [*["short_conv", "state_write"] * 3, *made, "state_write", "gated_rms_norm"]
