@@ -92,6 +92,14 @@ CASES = {
         "blocks of 6 bytes; a multiple of 4",
         ("Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 6, 0, 0, 0}, {});"),
     ),
+    "padding that has no value": (
+        "the twin pads on the right, with a value",
+        "Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 12, 0, 0, 0}, {false, 0, 1, 0.0f});",
+    ),
+    "more padding than a block": (
+        "36 bytes of padding; at most 32",
+        "Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 12, 0, 0, 0}, {true, 0, 9, 0.0f});",
+    ),
     "local memory nothing wrote": ("Exp reads byte 0 of UB, which nothing wrote", "auto c = Calc(); Exp(c, c, 8);"),
     "what a padded copy left open": (
         "Exp reads byte 12 of UB, which nothing wrote",
@@ -247,6 +255,11 @@ SOUND = {
     "a barrier of all pipes": """
         pipe.InitBuffer(landing, 256); auto t = landing.Get<float>();
         DataCopy(t, x, 64); PipeBarrier<PIPE_ALL>(); Exp(t, t, 64); PipeBarrier<PIPE_ALL>(); DataCopy(y, t, 64);""",
+    "padding beside elements that come one by one": """
+        Queues(); TBuf<TPosition::VECIN> wide; pipe.InitBuffer(wide, 64 * 32); auto t = wide.Get<float>();
+        DataCopyPad(t, x, {64, 4, 0, 0, 0}, {true, 0, 7, 0.0f}); PipeBarrier<PIPE_ALL>();
+        auto u = out.AllocTensor<float>(); WholeReduceSum<float>(u, t, 8, 64, 1, 1, 1); Exp(u, u, 64);
+        out.EnQue(u); u = out.DeQue<float>(); DataCopy(y, u, 64); out.FreeTensor(u);""",
     "a queue from memory to memory": """
         TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> through; pipe.InitBuffer(through, 1, 256);
         auto t = through.AllocTensor<float>(); DataCopy(t, x, 64); through.EnQue(t);

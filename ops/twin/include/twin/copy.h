@@ -195,9 +195,18 @@ template <typename T>
 void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& p,
                  const DataCopyPadExtParams<T>& pad)
 {
-    if (pad.leftPadding || pad.rightPadding || pad.isPad)
-        twin::Refuse("DataCopyPad: the twin pads by itself alone: isPad false, no padding left or right");
-    twin::Fill(dst, src, twin::Padded(p, sizeof(T), true));
+    const uint32_t right = pad.rightPadding * sizeof(T), whole = p.blockLen + right;
+    if (pad.leftPadding || (right && !pad.isPad)) twin::Refuse("DataCopyPad: the twin pads on the right, with a value");
+    if (right > twin::BLOCK) twin::Refuse("DataCopyPad: %u bytes of padding; at most 32 are possible", right);
+    twin::Bursts bursts = twin::Padded(p, sizeof(T), true);
+    bursts.local_step += twin::Up(whole) - twin::Up(p.blockLen);
+    twin::Fill(dst, src, bursts);
+    const uint32_t end = pad.isPad ? uint32_t(twin::Up(whole)) : p.blockLen;  // what is left of the block is filled too
+    for (uint32_t i = 0; i < p.blockCount && end > p.blockLen; i++) {
+        const uint32_t at = dst.place.Address("DataCopyPad") + uint32_t(i * bursts.local_step) + p.blockLen;
+        T* to = reinterpret_cast<T*>(twin::Reach("DataCopyPad", twin::PIPE_OF_MTE2, dst.place, at, end - p.blockLen, true));
+        std::fill_n(to, (end - p.blockLen) / sizeof(T), pad.paddingValue);
+    }
 }
 
 template <typename T>
