@@ -68,20 +68,25 @@ private:
             Duplicate(state, 0.0f, t.part * t.key);
         } else {
             DataCopy(state, memoryGm[at], t.part * t.key);
-            SetFlag<HardEvent::MTE2_V>(EVENT_ID0);
-            WaitFlag<HardEvent::MTE2_V>(EVENT_ID0);
+            Await<HardEvent::MTE2_V>();
         }
         for (uint32_t from = 0; from < t.tokens; from += t.chunk) {
             const uint32_t here = rows::Least(t.chunk, t.tokens - from);
             Chunk(from, here, count <= from ? 0 : rows::Least(here, count - from));
         }
-        SetFlag<HardEvent::V_MTE3>(EVENT_ID0);
-        WaitFlag<HardEvent::V_MTE3>(EVENT_ID0);
-        DataCopy(memoryGm[at], state, t.part * t.key);
-        SetFlag<HardEvent::MTE3_V>(EVENT_ID0);  // the next task fills the same buffer, by either unit
-        WaitFlag<HardEvent::MTE3_V>(EVENT_ID0);
-        SetFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
-        WaitFlag<HardEvent::MTE3_MTE2>(EVENT_ID0);
+        Await<HardEvent::V_MTE3>();
+        DataCopyPad(memoryGm[at], state, DataCopyExtParams(1, t.part * t.key * sizeof(float), 0, 0, 0));
+        Await<HardEvent::MTE3_V>();  // the next task fills the same buffer, by either unit
+        Await<HardEvent::MTE3_MTE2>();
+    }
+
+    // What the first unit of the event has issued ends before the second goes on.
+    template <HardEvent event>
+    __aicore__ inline void Await()
+    {
+        const TEventID id = pipe->FetchEventID(event);  // one that no queue has
+        SetFlag<event>(id);
+        WaitFlag<event>(id);
     }
 
     // `here` tokens from `from` on, of which the first `real` are no padding; padding gives zeros.

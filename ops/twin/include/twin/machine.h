@@ -169,6 +169,8 @@ inline void Touch(const char* what, Pipe pipe, SpaceId id, uint32_t begin, uint3
     const uint32_t time = core.now[pipe][pipe];
     for (uint32_t b = begin / BLOCK; b * BLOCK < end; b++) {
         Space::Touch& block = space.blocks[b];
+        if (!write && block.written == time && block.writer == pipe)
+            Refuse("%s reads what an earlier part of the same instruction wrote", what);
         if (block.written) Known(what, pipe, block.writer, block.written, "wrote", SPACE_NAME[id]);
         if (write) {
             for (int p = 0; p < PIPES; p++)
