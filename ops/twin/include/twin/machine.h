@@ -76,11 +76,14 @@ struct Space {
     std::vector<Touch> blocks;
     uint32_t used = 0;
 
+    // As a core finds it: nothing written. Only what was handed out before can have been.
     void Reset(uint32_t size)
     {
-        bytes.assign(size, 0xCD);
-        known.assign(size, 0);
-        blocks.assign(size / BLOCK, Touch{});
+        bytes.resize(size);
+        known.resize(size);
+        blocks.resize(size / BLOCK);
+        std::fill_n(known.begin(), used, 0);
+        std::fill_n(blocks.begin(), used / BLOCK, Touch{});
         used = 0;
     }
 };
