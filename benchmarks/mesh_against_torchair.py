@@ -31,6 +31,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,7 +52,7 @@ class Stage:
 
     def __init__(self, args: argparse.Namespace) -> None:
         from kimi_graph.compile import driver, phases
-        from kimi_graph.compile.meshes import default_chunk, rules_on, stages_on
+        from kimi_graph.compile.meshes import default_chunk
         from kimi_graph.compile.prototypes import Prototypes
         from kimi_graph.compile.targets import target
         from kimi_graph.compile.torchair_host import default_cache, load
@@ -64,8 +65,9 @@ class Stage:
             chunk=default_chunk(512, self.mesh), max_len=args.max_len, mesh=self.mesh,
         )  # fmt: skip
         (self.bucket,) = self.request.buckets()
-        self.rules = rules_on(config, self.mesh, args.phase)
-        self.stages = stages_on(config, self.mesh, self.bucket)
+        layout = self.request.layout
+        assert layout is not None
+        self.rules, self.stages = layout.rules(args.phase), layout.stages(self.bucket)
         first, *_ = phases.stage_parts(config, self.bucket, self.stages)
         self.most = len(first.stage.layers)
         self.layers = self.most if args.layers is None else min(args.layers, self.most)
@@ -77,7 +79,7 @@ class Stage:
         from kimi_graph.compile import phases
 
         first, *_ = phases.stage_parts(self.request.config, self.bucket, self.stages)
-        return [use for use in first.parts if use.layer is None or use.layer < layers]
+        return list(takewhile(lambda use: use.layer is None or use.layer < layers, first.parts))
 
     def trace(self, layers: int) -> dict[str, Any]:
         """Each kind of part of the first layers, captured on the mesh."""

@@ -361,8 +361,8 @@ def _provider(type_: str) -> str:
 
 
 def _evidence(type_: str) -> str:
-    if _provider(type_) == "own" and not (KERNELS / folder_of(type_)).is_dir():
-        return NO_KERNEL
+    if _provider(type_) == "own":
+        return "run on the CPU twin alone" if (KERNELS / folder_of(type_)).is_dir() else NO_KERNEL
     return ROWS[type_].evidence if type_ in ROWS else "documented"
 
 

@@ -58,7 +58,7 @@ def test_a_row_says_who_serves_with_what_evidence_and_why_not_another(covered):
     assert "RecurrentGatedDeltaRule of builtin: takes a float32 memory since CANN 9.2" in step.reason
     assert row(found, "moe", "routing").evidence.startswith("ran: on 950")
     assert row(found, "kda", "gated norm").provider == "own"
-    assert row(found, "kda", "gated norm").evidence in ("never run", "no kernel yet")
+    assert row(found, "kda", "gated norm").evidence == "run on the CPU twin alone"
     assert found.passed and "all is served by" in found.summary
     assert row(covered("kimi-k3"), "kda", "recurrent KDA").provider == "builtin"
 
