@@ -157,7 +157,7 @@ def test_inspect_shows_the_dtype_the_operators_and_what_is_not_proved(family_bun
     for line in (
         "tokens a sequence; caches of sparse attention in int8",
         "mla: cache of latents: DynamicQuant, Bitcast, ConcatV2, ScatterNdUpdate (builtin; a scale for 128 latents, ",
-        "mla: selection of keys: DynamicQuant, QuantLightningIndexer (builtin; CANN's operator; weights rounded to float16) in ",
+        "mla: selection of keys: DynamicQuant, QuantLightningIndexer (builtin; CANN's operator; weights rounded to ",
         "mla: sparse attention: KvQuantSparseFlashAttention (builtin; CANN's operator; reads the selected rows",
         "Rows of 8-bit caches are put together by Bitcast, whose registration lists neither",
     ):
