@@ -1198,6 +1198,8 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
     yield from _rows(use, q[0])
     yield from expect("o", use.made("o"), v)
+    for name, width in (("key", q[3]), ("value", v[3])):
+        yield from _sixteens(f"the {name} width", width, 256)
 
 
 @limit("AttnResMix")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .base import at_least_f32, operator, recorded
 from .kda_chunk_composed import composed
-from .offers import Offer, cannot
+from .offers import Offer, cannot, own_widths
 from .state import put_rows, state_rows
 
 CHUNK = 64  # tokens; 32 to 128 measure alike
@@ -164,7 +164,7 @@ def _own(ge, q, k, v, decay, beta, memory, slots, lengths, counts, scale):
 OFFERS = (
     cannot("builtin", "ChunkGatedDeltaRule", "has one decay for a whole head, KDA one for each channel"),
     cannot("vllm-ascend", "ChunkKdaFwd", "its tiling reads the scale as a double, which no attribute of a graph is"),
-    Offer("own", "KdaChunk", _own, "in place over slots, padded rows included"),
+    Offer("own", "KdaChunk", _own, "in place over slots, padded rows included", own_widths),
     Offer(
         "composed",
         "Cumsum, Exp, Mul, ReduceSum, BatchMatMul, ScatterNdUpdate",

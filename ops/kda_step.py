@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator
-from .offers import Offer
+from .offers import Offer, own_widths
 from .state import put_rows
 
 FLOAT32_STATE = "9.2"  # first CANN release whose operator takes a float32 state
@@ -153,13 +153,6 @@ def _widths_of_vllm_ascend(ge, q, k, v, *args) -> str:
     return f"takes keys of 128 channels and values of 128 or 256, these are {key} and {value}"
 
 
-def _own_widths(ge, q, k, v, *args) -> str:
-    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
-    if all(width % 16 == 0 and 16 <= width <= 256 for width in (key, value)):
-        return ""
-    return f"takes multiples of 16 channels up to 256, these are {key} and {value}"
-
-
 OFFERS = (
     Offer(
         "builtin",
@@ -176,5 +169,5 @@ OFFERS = (
         _widths_of_vllm_ascend,
     ),
     Offer("composed", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", _composed, "float32 throughout, on every release"),
-    Offer("own", "KdaStep", _own, "norms, gate and beta in the kernel, a memory read and written once", _own_widths),
+    Offer("own", "KdaStep", _own, "norms, gate and beta in the kernel, a memory read and written once", own_widths),
 )

@@ -40,3 +40,11 @@ class Offer:
 def cannot(provider: str, operator: str, why: str) -> Offer:
     """What looks as if it could serve, and why it never can: said where another does."""
     return Offer(provider, operator, _unable, "", lambda *_: why)
+
+
+def own_widths(ge: Any, q: Any, k: Any, v: Any, *args: Any) -> str:
+    """What our kernels of KDA refuse of the widths of keys and values."""
+    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
+    if all(width % 16 == 0 and 16 <= width <= 256 for width in (key, value)):
+        return ""
+    return f"takes multiples of 16 channels up to 256, these are {key} and {value}"

@@ -156,9 +156,9 @@ def test_inspect_shows_the_dtype_the_operators_and_what_is_not_proved(family_bun
     text = inspect_bundle(family_bundle("kimi-k3.1-pro", "a3", kv_dtype="int8")).text()
     for line in (
         "tokens a sequence; caches of sparse attention in int8",
-        "mla: cache of latents: DynamicQuant, Bitcast, ConcatV2, ScatterNdUpdate (a scale for 128 latents, ",
-        "mla: selection of keys: DynamicQuant, QuantLightningIndexer (CANN's operator; weights rounded to float16) in ",
-        "mla: sparse attention: KvQuantSparseFlashAttention (CANN's operator; reads the selected rows",
+        "mla: cache of latents: DynamicQuant, Bitcast, ConcatV2, ScatterNdUpdate (builtin; a scale for 128 latents, ",
+        "mla: selection of keys: DynamicQuant, QuantLightningIndexer (builtin; CANN's operator; weights rounded to ",
+        "mla: sparse attention: KvQuantSparseFlashAttention (builtin; CANN's operator; reads the selected rows",
         "Rows of 8-bit caches are put together by Bitcast, whose registration lists neither",
     ):
         assert line in text, line

@@ -710,6 +710,12 @@ def own(type_: str, width: int, taps: int = 4):
     if type_ == "AttnResMix":
         inputs = {"sources0": g.data("x", x[:2] + x[3:]), "norm": g.data("n", [width]), "query": g.data("q", [width])}
         return g.done(g.add("it", type_, inputs, {"y": (x[:2] + x[3:], BF16)}, eps=1e-5))
+    if type_ == "KdaChunk":
+        inputs = {n: g.data(n, x) for n in "qkv"} | {"decay": g.data("decay", x, F32), "beta": g.data("b", x[:3], F32)}
+        inputs |= {"memory": g.state("s", [4, 1, width, width], F32), "slots": g.data("slots", [2], I32)}
+        inputs |= {"lengths": g.data("n", [2], I64), "counts": g.data("c", [2], I64)}
+        made = {"o": (x, BF16), "memory": ([4, 1, width, width], F32)}
+        return g.done(g.add("it", type_, inputs, made, scale=1.0))
     window = [4, 1, width, taps - 1]
     inputs = {"x": g.data("x", x), "weight": g.data("w", [1, width, taps]), "window": g.state("s", window, BF16)}
     inputs |= {"slots": g.data("slots", [2], I32), "lengths": g.data("n", [2], I64), "counts": g.data("c", [2], I64)}
@@ -722,6 +728,7 @@ def own(type_: str, width: int, taps: int = 4):
         ("GatedRmsNorm", 512, {"width": 528}, "the width is 528; expected a multiple of 16 from 16 to 512"),
         ("AttnResMix", 8912, {"width": 8928}, "the width is 8,928; expected a multiple of 16 from 16 to 8,912"),
         ("AttnResMix", 7168, {"width": 7160}, "the width is 7,160; expected a multiple of 16 from 16 to 8,912"),
+        ("KdaChunk", 256, {"width": 272}, "the key width is 272; expected a multiple of 16 from 16 to 256"),
         ("ShortConv", 128, {"width": 120}, "the number of channels is 120; expected a multiple of 16"),
         ("ShortConv", 128, {"width": 128, "taps": 3}, "the number of taps is 3; expected 4"),
     ],

@@ -226,11 +226,11 @@ def test_a_call_nobody_lowers_is_refused_with_its_line(lower):
 
 
 def kda_args(tokens: int):
-    heads = {n: meta(2, tokens, 4, 8) for n in "qkv"}
+    heads = {n: meta(2, tokens, 4, 16) for n in "qkv"}
     return heads | {
-        "decay": meta(2, tokens, 4, 8, dtype=f32),
+        "decay": meta(2, tokens, 4, 16, dtype=f32),
         "beta": meta(2, tokens, 4, dtype=f32),
-        "memory": meta(3, 4, 8, 8, dtype=f32),
+        "memory": meta(3, 4, 16, 16, dtype=f32),
         "slots": meta(2, dtype=i32),
     }
 
@@ -243,7 +243,7 @@ def test_own_types_keep_names_of_inputs_outputs_and_attributes(lower):
     made = lower(f, lengths=meta(2, dtype=i64), counts=meta(2, dtype=i64), **kda_args(5))
     (op,) = (op for op in made.model.graph[0].op if op.type == "KdaChunk")
     assert [d.name for d in op.input_desc] == [*kda_args(5), "lengths", "counts"]
-    assert [(d.name, shape_of(d)) for d in op.output_desc] == [("o", (2, 5, 4, 8)), ("memory", (3, 4, 8, 8))]
+    assert [(d.name, shape_of(d)) for d in op.output_desc] == [("o", (2, 5, 4, 16)), ("memory", (3, 4, 16, 16))]
     assert get_attr(op, "scale") == pytest.approx(0.1, rel=1e-7)  # kept as float32
     assert outputs(made.model.graph[0]) == ["KdaChunk:0", "KdaChunk:1"]
 

@@ -391,7 +391,7 @@ def test_by_default_a_step_that_cann_has_not_is_composed_as_it_was_before_there_
 
 
 def test_sizes_that_a_kernel_of_ours_cannot_hold_are_composed(host):
-    for name in ("short_conv of one token", "gated_rms_norm"):  # 24 channels, a norm of 8
+    for name in ("short_conv of one token", "gated_rms_norm", "kda_chunk of three chunks"):  # 24, 8, and 8 channels
         (choice,) = lower(host, COMPOSED[name], ("a3", "9.2")).converted.choices
         assert choice.provider == "composed" and "of own: takes" in choice.reason
 
