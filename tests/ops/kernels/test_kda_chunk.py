@@ -46,8 +46,8 @@ def compare(run, values, scale):
     assert error <= STATE
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+# every combination is a library to build: other types on one chip
+@pytest.mark.parametrize("arch, dtype", [(2201, BF16), (3510, BF16), (2201, F32)], ids=str)
 @pytest.mark.parametrize(
     "batch, tokens, heads, key, value",
     [(1, 1, 1, 128, 128), (2, 9, 12, 128, 128), (3, 70, 2, 16, 48), (33, 3, 1, 32, 32), (1, 5, 1, 256, 256)],

@@ -8,6 +8,7 @@ from kimi_graph import ops
 from kimi_graph.errors import KernelError
 from kimi_graph.ops.twin import ARCHES, Kernel
 
+BF16, F32 = torch.bfloat16, torch.float32
 STATE = 1e-5  # of scale: float32 throughout, the order of sums differs; measured 1e-7
 # The output is rounded once. Where two float32 results lie on both sides of a tie, they round one last place apart.
 OUTPUT = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -60,8 +61,8 @@ def compare(run, o, memory, dtype):
     assert error <= STATE
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+# every combination is a library to build: other types on one chip
+@pytest.mark.parametrize("arch, dtype", [(2201, BF16), (3510, BF16), (2201, F32)], ids=str)
 @pytest.mark.parametrize(
     "batch, heads, key, value",
     [(1, 1, 128, 128), (1, 12, 128, 128), (33, 3, 128, 128), (7, 5, 16, 48), (2, 3, 96, 32), (3, 1, 256, 256)],

@@ -40,8 +40,8 @@ def compare(run, values):
     assert torch.equal(run.outputs["window"], window)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("dtype, weight", [(BF16, F32), (F32, F32)], ids=str)
+# every combination is a library to build: other types on one chip
+@pytest.mark.parametrize("arch, dtype, weight", [(2201, BF16, F32), (3510, BF16, F32), (2201, F32, F32)], ids=str)
 @pytest.mark.parametrize(
     "batch, tokens, heads, key",
     [
@@ -61,7 +61,7 @@ def test_it_is_the_references(batch, tokens, heads, key, dtype, weight, arch, ke
     compare(kernel.run(values, arch=arch), values)
 
 
-@pytest.mark.parametrize("dtype, weight", [(BF16, BF16), (F16, F32), (F16, F16)], ids=str)
+@pytest.mark.parametrize("dtype, weight", [(BF16, BF16), (F16, F32)], ids=str)
 def test_other_types_work_too(dtype, weight, kernel):
     values = made(3, 5, 2, 32, dtype, weight)
     compare(kernel.run(values), values)

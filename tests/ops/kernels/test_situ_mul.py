@@ -24,8 +24,8 @@ def compare(run, values):
     torch.testing.assert_close(run.outputs["y"].float(), y.float(), rtol=OUTPUT[y.dtype], atol=3e-5)
 
 
-@pytest.mark.parametrize("arch", ARCHES)
-@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+# every combination is a library to build: other types on one chip
+@pytest.mark.parametrize("arch, dtype", [(2201, BF16), (3510, BF16), (2201, F16), (2201, F32)], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (33, 7), (1, 1, 3072), (5, 1000), (64, 3072)], ids=str)
 def test_it_is_the_references(shape, dtype, arch, kernel):
     values = {"gate": (6 * torch.randn(shape)).to(dtype), "up": (20 * torch.randn(shape)).to(dtype)}
