@@ -40,6 +40,8 @@ OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
+  kimi-graph targets                                              what there is to run on, with sources
+  kimi-graph plan kimi-linear-48b --target a3                     does it fit, on how many dies, how fast
   kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
   kimi-graph inspect build/kl48b                                  what is in it
@@ -426,6 +428,26 @@ def compile(  # noqa: A001 (the command's name)
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
+
+
+@command
+def targets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help=f"One of {TARGETS}, with the source of every number.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what graphs can be made for. Memory, rates, buffers and links of one die, the unit of a mesh; with a name,
+    the source of every number and whether it is published, derived or assumed.
+
+    \b
+    kimi-graph targets
+    kimi-graph targets a3-superpod
+    """
+    started = time.perf_counter()
+    from kimi_graph.plan.profiles import profiles
+
+    _show(profiles(name), as_json=as_json, started=started)
 
 
 @command
