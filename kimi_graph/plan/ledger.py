@@ -8,7 +8,7 @@ contract. So weights and states are, to the byte, what the manifest of the compi
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,8 @@ from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
-from kimi_graph.parallel import Mesh, Rules, place
+from kimi_graph.models.vision import vision_part_params, vision_schedule
+from kimi_graph.parallel import Mesh, Rules, place, preset
 from kimi_graph.parallel.placement import Placement
 from kimi_graph.spec import ParamSpec
 
@@ -123,12 +124,12 @@ def make_ledger(request: Request) -> Ledger:
     Raises:
         ShardingError: a size that does not divide. CompileError: a choice that cannot be.
     """
-    buckets = request.buckets()
-    c, b = request.config, buckets[0]
+    b = request.buckets()[0]
+    c = request.config
     rules, mesh = _rules(request), request.mesh or Mesh()
     layout = request.layout
     layers = [range(len(c.layers))] if layout is None else [s.layers for s in layout.stages(b)]
-    weights = _Weights(request, rules, buckets)
+    weights = Weights(request, rules, census_of(request, b))
     states = _States(request, rules, b)
     world = mesh.stage.world
     stages = tuple(
@@ -146,8 +147,6 @@ def make_ledger(request: Request) -> Ledger:
 def _rules(request: Request) -> Rules:
     if request.layout is not None:
         return request.layout.rules("decode")
-    from kimi_graph.parallel import preset
-
     return preset(request.config, Mesh(), "decode")
 
 
@@ -212,8 +211,6 @@ def _sizes(c: ModelConfig, use: Use) -> dict[str, int]:
     if kind_of(use.part) in ("embed", "embed_vision", "head", "out_res") or use.layer is not None:
         params = decoder.part_params(use, specs)
     else:
-        from kimi_graph.models.vision import vision_part_params
-
         params = vision_part_params(use, specs.vision)
     return {f"p.{name}": spec.numel for name, spec in tree.items(params)}
 
@@ -228,50 +225,88 @@ def _paths(c: ModelConfig) -> dict[str, ParamSpec]:
     return dict(tree.items(decoder.model_specs(c)))
 
 
-class _Weights:
-    """Lines of weights; layers that are configured alike, and have the same parts, are placed once."""
+Key = tuple[str, str]  # path of a parameter, and what becomes of it
 
-    def __init__(self, request: Request, rules: Rules, buckets: tuple[Bucket, ...]) -> None:
-        self.request, self.rules, self.c = request, rules, request.config
-        self.by_layer: dict[int, dict[tuple[str, str], None]] = {i: {} for i in range(len(self.c.layers))}
-        self.ends: tuple[dict[tuple[str, str], None], ...] = ({}, {})  # of the first stage, and of the last
-        self.reads: dict[tuple[str, str], Read] = {}
-        self.made: dict[Any, tuple[Line, ...]] = {}
-        for b in buckets:
-            self._of_phase(b)
 
-    def _of_phase(self, b: Bucket) -> None:
-        sparse = decoder.is_sparse(self.c, b.sequence_pages * b.page)
-        read = weights_read(self.c, b.phase, sparse, b.images, b.tokens if b.phase == "vision" else 0)
-        for use in uses(self.c, b):
-            vision = b.phase == "vision"
+@dataclass(frozen=True)
+class Census:
+    """The weights that graphs of some phases read, whatever the mesh.
+
+    Attributes:
+        by_layer: of each layer. ends: beside the layers, of the first stage and of the last.
+        alike: for each layer the first one that is configured alike and has weights of the same kinds.
+    """
+
+    reads: Mapping[Key, Read]
+    by_layer: tuple[tuple[Key, ...], ...]
+    ends: tuple[tuple[Key, ...], tuple[Key, ...]]
+    alike: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=8)
+def census(c: ModelConfig, phases: tuple[str, ...], sparse: bool, images: int, patches: int) -> Census:
+    """See `weights_read`."""
+    reads: dict[Key, Read] = {}
+    by_layer: list[dict[Key, None]] = [{} for _ in c.layers]
+    ends: tuple[dict[Key, None], dict[Key, None]] = ({}, {})
+    for phase in phases:
+        vision = phase == "vision"
+        read = weights_read(c, phase, sparse, images, patches if vision else 0)
+        schedule = vision_schedule(c.vision) if vision else decoder.schedule(  # type: ignore[arg-type]
+            c, sparse=sparse, vision=c.vision is not None and phase == "prefill"
+        )  # fmt: skip
+        for use in schedule:
             kind = kind_of(use.part)
-            if use.layer is None:
-                last = not vision and kind not in ("embed", "embed_vision")
-                into = self.ends[last]
+            if vision or use.layer is None:
+                into = ends[not vision and kind not in ("embed", "embed_vision")]
             else:
-                into = self.ends[0] if vision else self.by_layer[use.layer]
+                into = by_layer[use.layer]
             for r in read.get(kind, ()):
-                path = parameter_path(self.c, f"p.{r.parameter}", use.prefix)
-                into[path, r.steps] = None
-                self.reads[path, r.steps] = r
+                key = parameter_path(c, f"p.{r.parameter}", use.prefix), r.steps
+                into[key], reads[key] = None, r
+    first: dict[Any, int] = {}
+    alike = tuple(
+        first.setdefault((c.layers[i], tuple((p.removeprefix(f"layers.{i}."), s) for p, s in keys)), i)
+        for i, keys in enumerate(by_layer)
+    )
+    return Census(reads, tuple(map(tuple, by_layer)), (tuple(ends[0]), tuple(ends[1])), alike)
+
+
+def census_of(request: Request, b: Bucket) -> Census:
+    """Of a request; `b`: any of its buckets."""
+    sparse = decoder.is_sparse(request.config, b.sequence_pages * b.page)
+    patches = 0 if request.config.vision is None else b.images * math.prod(request.config.vision.merge)
+    return census(request.config, request.phases, sparse, b.images, patches)
+
+
+class Weights:
+    """Lines of weights; layers that are configured alike are placed once."""
+
+    def __init__(self, request: Request, rules: Rules, read: Census) -> None:
+        self.request, self.rules, self.c = request, rules, request.config
+        self.census, self.specs = read, _paths(request.config)
+        self.made: dict[Any, tuple[Line, ...]] = {}
 
     def lines(self, layers: range, *, first: bool, last: bool) -> Iterator[Line]:
         """Of a stage with these layers; those of one kind of weight are one line."""
-        keys = self.ends[0] if first else {}
-        keys = keys | {key: None for i in layers for key in self.by_layer[i]} | (self.ends[1] if last else {})
+        ends = self.census.ends
+        keys = [*(ends[0] if first else ()), *(k for i in layers for k in self.census.by_layer[i])]
         found: dict[tuple[str, str, str], list[Line]] = {}
-        for path, steps in keys:
+        for path, steps in dict.fromkeys([*keys, *(ends[1] if last else ())]):
             for line in self._lines(path, steps):
                 found.setdefault((line.name, line.dtype, line.derivation), []).append(line)
         for (name, _, words), same in found.items():
             times = f"{len(same)} {'blocks' if name.startswith('vision') else 'layers'} x " if "*" in name else ""
             yield replace(same[0], bytes=sum(line.bytes for line in same), derivation=times + words)
 
+    def bytes_of(self, keys: Iterable[Key]) -> int:
+        """Of some weights together."""
+        return sum(line.bytes for key in keys for line in self._lines(*key))
+
     def _lines(self, path: str, steps: str) -> tuple[Line, ...]:
         """Of one weight, made once for all layers that are configured alike."""
         words = path.split(".")
-        alike = self.c.layers[int(words[1])] if words[0] == "layers" else None
+        alike = self.census.alike[int(words[1])] if words[0] == "layers" else -1
         name = ".".join("*" if word.isdigit() else word for word in words)
         key = name, steps, alike
         if key not in self.made:
@@ -279,7 +314,7 @@ class _Weights:
         return self.made[key]
 
     def _make(self, path: str, name: str, steps: str) -> Iterator[Line]:
-        placed, r = self._placed(path), self.reads[path, steps]
+        placed, r = self._placed(path), self.census.reads[path, steps]
         packed = self._packed(path)
         for part, p in packed.items():
             size = -(-math.prod(p.shape) * p.dtype.bits // 8)
@@ -299,7 +334,7 @@ class _Weights:
         )
 
     def _placed(self, path: str) -> Placement:
-        return place(path, _paths(self.c)[path], self.rules, self.c.dtype)
+        return place(path, self.specs[path], self.rules, self.c.dtype)
 
     def _packed(self, path: str) -> Mapping[str, Packed]:
         return self.request.packed(path, None if self.request.mesh is None else self.rules)

@@ -287,6 +287,12 @@ def _scaled(work: Work, share: float | None) -> Work:
     return replace(work, **of_rows, experts=True)
 
 
+def score_bytes(piece: ShardedCapture) -> int:
+    """Bytes of the index scores of all queries of a part with all cached tokens, in float32; 0 where none are made."""
+    calls = (n for n in piece.captured.module.graph.nodes if n.op == "call_function" and node_name(n) == "select_keys")
+    return sum(4 * math.prod(_shape(n.args[0])[:2]) * _shape(n.args[3])[1] * _shape(n.args[2])[1] for n in calls)
+
+
 # ---- memory that a graph works in ------------------------------------------------------------------------------------
 
 
