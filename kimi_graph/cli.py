@@ -451,6 +451,115 @@ def targets(
 
 
 @command
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"A preset ({', '.join(_presets())}), a config.json, or a checkpoint folder.",
+            autocompletion=_presets,
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help=f"What it is to run on: {TARGETS}.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Dies (A3: two in a card). Default: as few as will do.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Longest sequence, tokens. Default: 4,096.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences of all ranks. Default: one for each of N.")
+    ] = None,
+    ttft: Annotated[
+        float | None, typer.Option(metavar="S", min=0, help="Seconds to the first token of L, at most.")
+    ] = None,
+    tpot: Annotated[float | None, typer.Option(metavar="MS", min=0, help="Milliseconds a token, at most.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="This mesh alone: pp=4,tp=32. Default: the best.")
+    ] = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: what suits.")
+    ] = None,
+    page: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a cache page.")] = 128,
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"Of the experts: {', '.join(WEIGHTS_FORMATS)}. Default: the smallest exact one that a kernel takes.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KV_DTYPES), callback=_one_of(KV_DTYPES, "dtype of caches"), help="Of the caches."
+        ),
+    ] = "bf16",
+    factor: Annotated[
+        list[str] | None,
+        typer.Option("--factor", metavar="NAME=X", help="Another efficiency, memory=0.8 say; as often as needed."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with pictures too.")
+    ] = None,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Check what is said of such models; no MODEL needed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits, on how many dies, on which mesh and how fast. What every rank holds, byte by byte;
+    times of prefill and decode by a roofline, with what bounds them; the compile command. Nothing is measured: rates
+    are those of `kimi-graph targets`, efficiencies are assumed and can be set. Exit code 1 if it cannot be, with the
+    reason and the nearest that can.
+
+    \b
+    kimi-graph plan kimi-k3.1-pro --target a3 --max-len 1000000 --batch 1
+    kimi-graph plan kimi-k3 --target 950dt --devices 32 --batch 32 --max-len 16384 --html build/plan.html
+    kimi-graph plan kimi-k3.1-pro --target a3-superpod --mesh pp=4,tp=32
+    kimi-graph plan --claims
+    """
+    if not claims and (model is None or target is None):
+        raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
+    started = time.perf_counter()
+    with _without_collecting():
+        if target is not None:
+            from kimi_graph.compile.targets import target as find_target
+
+            profile = find_target(target)
+        from kimi_graph.plan.factors import Factors
+
+        factors = Factors.parse(factor or [])
+        if claims:
+            from kimi_graph.plan.claims import check_claims
+
+            found: Result = check_claims(factors)
+        else:
+            from kimi_graph.parallel.mesh import Mesh
+            from kimi_graph.plan.search import Ask, make_plan
+
+            assert model is not None
+            found = make_plan(
+                Ask(
+                    model=model, config=_load_config(model), target=profile, devices=devices, max_len=max_len,
+                    batch=batch, ttft=ttft, tpot=None if tpot is None else tpot / 1e3,
+                    mesh=None if mesh is None else Mesh.parse(mesh), weights_format=weights_format, kv_dtype=kv_dtype,
+                    page=page, chunk=chunk, exchange=exchange, split_cache=split_cache, pad=pad,
+                    redundant_experts=redundant_experts, moe_chunks=moe_chunks, factors=factors,
+                )
+            )  # fmt: skip
+            if html is not None:
+                from kimi_graph.plan.html import write_html
+
+                write_html(found, html)
+    _show(found, as_json=as_json, started=started, where=html)
+
+
+@command
 def shard(
     model: Model,
     mesh: Annotated[

@@ -24,7 +24,7 @@ from kimi_graph.parallel import Mesh
 from .factors import Factors
 from .ledger import kind_of
 from .network import crossing, edge
-from .routing import Routing, routing
+from .routing import Routing, Spread, routing
 from .work import Work, part_work, peak_bytes, score_bytes
 
 CUBE = {"mxfp4": "fp8", "fp8": "fp8"}  # what experts are multiplied in, by the form they are kept in
@@ -165,7 +165,6 @@ class Machine:
     mesh: Mesh
     form: str = "plain"
     chosen: Routing = field(default_factory=Routing)
-    skew: float = 1.0
     chunks: int = 1
 
     def spend(self, works: Iterable[Work]) -> Spent:
@@ -192,10 +191,10 @@ class Machine:
         """What binds a node, and its seconds without its launch."""
         f, die = self.factors, self.target.die
         if w.issued is not None:
-            skew = self.skew if w.name.startswith("expert_") else 1.0
+            skew = self.chosen.rows if w.name.startswith("expert_") else 1.0
             cross = crossing(w.issued, self.mesh.stage, self.target.links, f, skew)
             return f"link {cross.link}", cross.seconds
-        rows = self.skew if w.experts else 1.0
+        rows = self.chosen.rows if w.experts else 1.0
         dtype = CUBE.get(self.form, w.dtype) if w.name == "grouped_matmul" else w.dtype
         rate = die.cube.get(dtype, die.cube["bf16"]).value
         weights = w.weights * (self.chosen.touched * BYTES.get(self.form, 2.0) / 2 if w.experts else 1.0)
@@ -214,7 +213,7 @@ def machine(request: Request, factors: Factors, b: Bucket, *, quantile: str = "m
     """How a bucket's rows go to experts. `quantile`: "even", "median" or "high", see `routing`."""
     mesh, c = mesh_of(request), request.config
     moe = next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
-    chosen, chunks = Routing(), 1
+    spread, chunks = Spread(), 1
     if moe is not None and b.phase != "vision":
         rules = layout_of(request).rules(b.phase)
         ways = rules.ways("experts")
@@ -223,12 +222,10 @@ def machine(request: Request, factors: Factors, b: Bucket, *, quantile: str = "m
         choices = max(1, b.rows * b.tokens * moe.top_k // outside)
         physical = rules.physical("experts", moe.slots)
         if physical % ways == 0:
-            chosen = routing(moe.experts, choices, ways, physical - moe.experts, factors.spread)
+            spread = routing(moe.experts, choices, ways, physical - moe.experts, factors.spread)
         chunks = moe.chunks
-    skew = {"even": 1.0, "median": chosen.median, "high": chosen.high}[quantile]
-    return Machine(
-        target=request.target, factors=factors, mesh=mesh, form=request.form, chosen=chosen, skew=skew, chunks=chunks
-    )
+    chosen = {"even": spread.even, "median": spread.median, "high": spread.high}[quantile]
+    return Machine(target=request.target, factors=factors, mesh=mesh, form=request.form, chosen=chosen, chunks=chunks)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ as `kimi_graph.parallel.balance` does, from the popularity.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,17 +21,25 @@ class Routing:
     """Of the rows of one step in one layer.
 
     Attributes:
-        median, high: rows of the busiest rank in means of all ranks: half of the draws have less, nine in ten.
-        touched: the part of a rank's experts that have any row.
+        rows: of the busiest rank, in means of all ranks. touched: the part of its experts that have any row, of the
+            rank that has most such.
     """
 
-    median: float = 1.0
-    high: float = 1.0
+    rows: float = 1.0
     touched: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Routing if all experts are as popular and none is luckier, of half of the draws at most, and of nine in ten."""
+
+    even: Routing = Routing()
+    median: Routing = Routing()
+    high: Routing = Routing()
+
+
 @functools.lru_cache(maxsize=256)
-def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: float = 0.5) -> Routing:
+def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: float = 0.5) -> Spread:
     """Args:
     choices: rows of all ranks that share the experts, times experts of a row. ranks: that share them.
     spread: standard deviation of the logarithm of an expert's popularity.
@@ -40,11 +49,16 @@ def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: 
     popular = rng.lognormal(0.0, spread, (BALANCED_DRAWS if redundant else DRAWS, experts))
     popular /= popular.sum(1, keepdims=True)
     held = np.stack([_in_slots(p, slots, ranks) for p in popular]) if redundant else popular
-    rows = rng.poisson(held * choices)
-    by_rank = rows.reshape(len(rows), ranks, slots // ranks).sum(2)
+    rows = rng.poisson(held * choices).reshape(len(held), ranks, slots // ranks)
+    by_rank = rows.sum(2)
     skew = by_rank.max(1) / np.maximum(by_rank.mean(1), 1e-9)
-    median, high = (max(1.0, float(q)) for q in np.quantile(skew, (0.5, 0.9)))
-    return Routing(median=median, high=high, touched=float((rows > 0).mean()))
+    touched = (rows > 0).mean(2).max(1)
+    even = Routing(touched=1 - math.exp(-choices / slots))
+
+    def at(part: float) -> Routing:
+        return Routing(rows=max(1.0, float(np.quantile(skew, part))), touched=float(np.quantile(touched, part)))
+
+    return Spread(even=even, median=at(0.5), high=at(0.9))
 
 
 def _in_slots(popular: np.ndarray, slots: int, ranks: int) -> np.ndarray:

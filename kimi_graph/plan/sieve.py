@@ -232,7 +232,7 @@ class Sieve:
         return Held(choice=choice, bytes=self.held(choice), decode=decode, prefill=step / tokens * (1 + mesh.pipe / 64))
 
     def _read(self, layer: int) -> float:
-        """The part of a layer's states that a step reads: of caches whose keys are selected those of the index alone."""
+        """The part of a layer's states that a step reads: of caches whose keys are selected the index alone."""
         m = self.c.layers[layer].mixer
         if not self.sparse or not isinstance(m, MlaConfig) or m.indexer is None:
             return 1.0
