@@ -4,10 +4,10 @@ Activations are the peak of liveness of the traced graph; a compiled graph has u
 which is added. Phases run one after another and share this memory; that is assumed, as are the lines of the runtime.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kimi_graph.compile.driver import Request
-from kimi_graph.compile.phases import Bucket, stage_parts
+from kimi_graph.compile.phases import Bucket, StageParts, stage_parts
 from kimi_graph.config import MoeConfig
 from kimi_graph.parallel.experts import buffer_bytes, no_pair
 
@@ -17,6 +17,8 @@ from .ledger import Ledger, Line, make_ledger
 
 LOWERING = (4, 3)  # of activations in a compiled graph to those that are traced, at most
 GIB, MIB = 2**30, 2**20
+Parts = Mapping[str, Mapping[str, Part]]  # by phase and kind
+Split = Mapping[str, Sequence[StageParts]]  # by phase
 
 
 def full_ledger(request: Request, factors: Factors) -> Ledger:
@@ -28,10 +30,12 @@ def full_ledger(request: Request, factors: Factors) -> Ledger:
     ledger, buckets = make_ledger(request), request.buckets()
     parts = {b.phase: traced(request, b) for b in buckets}
     lines: dict[int, list[Line]] = {s.stage: [] for s in ledger.stages}
-    for stage, line in _activations(request, buckets, parts):
+    split = {b.phase: stage_parts(request.config, b, layout_of(request).stages(b)) for b in buckets}
+    for stage, line in _activations(request, buckets, parts, split):
         lines[stage].append(line)
     for stage in lines:
-        lines[stage] += [*_groups(request, buckets, parts, stage, factors), _reserve(factors)]
+        own = {b.phase: [s for s in split[b.phase] if s.stage.index == stage] for b in buckets}
+        lines[stage] += [*_groups(request, buckets, parts, own, factors), _reserve(factors)]
     return ledger.with_buffers({stage: tuple(found) for stage, found in lines.items()})
 
 
@@ -40,14 +44,14 @@ def _line(name: str, part: str, size: int, words: str, dtype: str = "bytes") -> 
 
 
 def _activations(
-    request: Request, buckets: tuple[Bucket, ...], parts: Mapping[str, Mapping[str, Part]]
+    request: Request, buckets: tuple[Bucket, ...], parts: Parts, split: Split
 ) -> Iterator[tuple[int, Line]]:
     """Of the phase that needs most in each stage."""
     most: dict[int, tuple[int, int, int, Bucket]] = {}
     for b in buckets:
-        split = {s.stage.index: s for s in stage_parts(request.config, b, layout_of(request).stages(b))}
+        own = {s.stage.index: s for s in split[b.phase]}
         for stage, (between, inside) in workspace(request, b, parts[b.phase]).items():
-            scores = max((parts[b.phase][use.part].scores for use in split[stage].parts), default=0)
+            scores = max((parts[b.phase][use.part].scores for use in own[stage].parts), default=0)
             most[stage] = max(most.get(stage, (0, 0, 0, b)), (between, inside, scores, b), key=lambda x: sum(x[:3]))
     up, down = LOWERING
     for stage, (between, inside, scores, b) in sorted(most.items()):
@@ -63,19 +67,16 @@ def _activations(
             yield stage, _line("index scores", "index scratch", scores, words, "float32")
 
 
-def _groups(
-    request: Request, buckets: tuple[Bucket, ...], parts: Mapping[str, Mapping[str, Part]], stage: int, f: Factors
-) -> Iterator[Line]:
-    """HCCL's buffers: of each group, and the window of the pair that sends rows to experts."""
+def _groups(request: Request, buckets: tuple[Bucket, ...], parts: Parts, own: Split, f: Factors) -> Iterator[Line]:
+    """HCCL's buffers of a stage: of each group, and the window of the pair that sends rows to experts."""
     found: dict[tuple[str, ...], None] = {}
     pair = False
     for b in buckets:
-        for s in stage_parts(request.config, b, layout_of(request).stages(b)):
-            if s.stage.index == stage:
-                for issued in (w.issued for use in s.parts for w in parts[b.phase][use.part].works if w.issued):
-                    pair |= issued.name.startswith("expert_")
-                    if not issued.name.startswith("expert_"):
-                        found[issued.axes] = None
+        kinds = dict.fromkeys(use.part for s in own[b.phase] for use in s.parts)
+        for issued in (w.issued for kind in kinds for w in parts[b.phase][kind].works if w.issued):
+            pair |= issued.name.startswith("expert_")
+            if not issued.name.startswith("expert_"):
+                found[issued.axes] = None
     if found:
         words = f"{len(found)} groups ({'; '.join(' x '.join(axes) for axes in found)}) x {f.group_mib:g} MiB (assumed)"
         yield _line("HCCL groups", "HCCL", int(len(found) * f.group_mib * MIB), words)

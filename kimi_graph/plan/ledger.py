@@ -20,7 +20,7 @@ from kimi_graph.compile.driver import Request
 from kimi_graph.compile.passes import bytes_only, weight_name
 from kimi_graph.compile.phases import Bucket, fold_piece, parameter_path, piece_tracer, uses
 from kimi_graph.compile.weight_formats import Packed
-from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
+from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, in_chunks
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
@@ -276,7 +276,8 @@ def census_of(request: Request, b: Bucket) -> Census:
     """Of a request; `b`: any of its buckets."""
     sparse = decoder.is_sparse(request.config, b.sequence_pages * b.page)
     patches = 0 if request.config.vision is None else b.images * math.prod(request.config.vision.merge)
-    return census(request.config, request.phases, sparse, b.images, patches)
+    c = in_chunks(request.config, 1)  # in how many parts rows are sent changes no weight
+    return census(c, request.phases, sparse, b.images, patches)
 
 
 class Weights:

@@ -27,7 +27,7 @@ from .factors import Factors
 from .ledger import Ledger
 from .sieve import GIB, Choice, Held, Sieve, counts_up_to, like
 
-TRACED = 4  # of the meshes that promise most
+TRACED = 3  # of the meshes that promise most
 MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
 
 
