@@ -22,8 +22,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.base.page}); experts as {o.request.form}, caches as {plan.base.kv_dtype}",
         "",
         *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
-        f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} hold weights and states; traced, best for both "
-        "phases first:",
+        f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
         *table([_HEAD, *(_row(x) for x in plan.options)]),
         "",
         *_apart(plan),

@@ -261,9 +261,9 @@ def _one_mesh(ask: Ask, base: Request, sieve: Sieve) -> Plan:
 
 
 def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], int]:
-    """Choices whose weights and states leave some room, and how many there are."""
+    """Choices that should fit, and how many there are."""
     found = [choice for mesh in sieve.legal(devices) for choice in sieve.choices(mesh)]
-    return [choice for choice in found if sieve.held(choice) <= sieve.room], len(found)
+    return [choice for choice in found if sieve.fits(choice)], len(found)
 
 
 def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRACED) -> Plan | None:

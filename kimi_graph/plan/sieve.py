@@ -108,15 +108,40 @@ class Sieve:
 
     def choices(self, mesh: Mesh) -> Iterator[Choice]:
         """How rows and caches may lie on a mesh."""
-        chunk = self.chunk(mesh)
-        plain = Choice(mesh=mesh, chunk=chunk)
+        plain = self.roomy(Choice(mesh=mesh, chunk=self.chunk(mesh)))
         split = (
             mesh.tensor > 1 and self.base.kv_dtype == "bf16" and self._cache(plain) > self.base.target.memory_bytes / 8
         )
         for choice in (plain, *self._exchanged(plain)):
             yield choice
             if split:
-                yield replace(choice, split_cache=True)
+                yield self.roomy(replace(choice, split_cache=True, chunk=self.chunk(mesh)))
+
+    def roomy(self, choice: Choice) -> Choice:
+        """The choice with the longest prefill step that should find room; at least 512 tokens of a rank."""
+        rows, ways = max(1, self.base.rows // choice.mesh.data), choice.mesh.context * choice.mesh.tensor
+        held = self.held(choice)
+        while held + self._working(choice) > self.room and choice.chunk * rows > 512 and choice.chunk > ways:
+            choice = replace(choice, chunk=max(ways, choice.chunk // 2 // ways * ways))
+        return choice
+
+    def fits(self, choice: Choice) -> bool:
+        return self.held(choice) + self._working(choice) <= self.room
+
+    def _working(self, choice: Choice) -> float:
+        """About what a prefill step takes: rows of experts, running sum and closed blocks, buffers of HCCL."""
+        c, mesh, moe = self.c, choice.mesh, moe_of(self.c)
+        tokens = max(1, self.base.rows // mesh.data) * choice.chunk
+        values = tokens * c.embed * 2 * (8 + (len(c.layers) // c.residual_block if c.residual_block else 0))
+        if moe is None:
+            return values
+        pairs = tokens * moe.top_k * max(1, mesh.experts // mesh.tensor)
+        if choice.exchange:
+            ways = max(1, mesh.experts)
+            own = -(-tokens // (mesh.tensor * choice.chunks))
+            pairs = own * ways * min(moe.slots // ways, moe.top_k)
+        wide = ((moe.latent or c.embed) + 2 * moe.ffn) * 2
+        return values + pairs * wide * 4 / 3 + 3 * self.f.group_mib * 2**20
 
     def chunk(self, mesh: Mesh, rows: int | None = None, tokens: int = STEP_TOKENS) -> int:
         """Tokens of a prefill step: as many as make `tokens` on a rank, and divide over what shares out queries."""
