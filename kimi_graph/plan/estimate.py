@@ -236,14 +236,15 @@ class Step:
     """One step of a bucket.
 
     Attributes:
-        stages: of each pipeline stage. kinds: of each kind of part, in all stages: how often, and one of them.
-        edges: seconds to hand values on.
+        stages: of each pipeline stage. edges: seconds to hand values on.
+        kinds: of each kind of part, in all stages: how often, and one of them. works: its nodes.
     """
 
     bucket: Bucket
     stages: tuple[Spent, ...]
     kinds: Mapping[str, tuple[int, Spent]]
     edges: float
+    works: Mapping[str, tuple[Work, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -274,7 +275,7 @@ def step(request: Request, b: Bucket, parts: Mapping[str, Part], m: Machine) -> 
     sizes = [s.stage.edge.bytes / ways for s in split if s.stage.edge is not None and b.phase != "vision"]
     distance = m.mesh.stage.world
     edges = sum(edge(size, m.target.links, distance, m.factors) for size in sizes)
-    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges)
+    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges, works={kind_of(k): p.works for k, p in parts.items()})
 
 
 def _counted(parts: Iterable[Use], each: Mapping[str, Spent]) -> list[Spent]:
@@ -341,12 +342,13 @@ def prefill(request: Request, factors: Factors, *, quantile: str = "median") -> 
     if far > top_k:
         near = max(near, top_k + request.page)
         far = max(far, 2 * near)
-    steps: list[Step] = []
-    parts = None
-    for context in (near, far):
-        b = bucket_at(request, "prefill", rows=rows, tokens=chunk, context=context)
-        parts = traced(request, b, parts)
-        steps.append(step(request, b, parts, machine(request, factors, b, quantile=quantile)))
+    buckets = [bucket_at(request, "prefill", rows=rows, tokens=chunk, context=n) for n in (far, near)]
+    longest = traced(request, buckets[0])
+    given = (longest, traced(request, buckets[1], longest))
+    steps = [
+        step(request, b, parts, machine(request, factors, b, quantile=quantile))
+        for b, parts in zip(buckets, given, strict=True)
+    ][::-1]
     slope = max(0.0, (steps[1].slowest - steps[0].slowest) / (far - near))
     base = steps[0].slowest - slope * near  # of a chunk that starts where nothing is cached, less what it sees itself
     image, image_tokens = _tower(request, factors)

@@ -162,11 +162,17 @@ def evaluate(ask: Ask, sieve: Sieve, choice: Choice) -> Option:
 
 
 def prefill_request(ask: Ask, sieve: Sieve, request: Request, choice: Choice) -> Request:
-    """Graphs for prefill alone: one sequence for each of dp, steps as long as make sense."""
-    rows = choice.mesh.data
-    chunk = ask.chunk or min(sieve.chunk(choice.mesh, rows), sieve.chunk(choice.mesh, rows, 8192))
-    exchange = choice.exchange and rows * chunk % (choice.mesh.data * choice.mesh.tensor) == 0
-    return like(request, rows=rows, chunk=chunk, exchange=exchange)
+    """Graphs for prefill alone: one sequence for each of dp, in steps with as many tokens of a rank as fit."""
+    mesh, rows = choice.mesh, choice.mesh.data
+    tokens = request.rows // rows * request.chunk  # as many found room beside all states
+    phases = tuple(p for p in request.phases if p != "decode")
+    while True:
+        chunk = min(ask.chunk or sieve.chunk(mesh, rows, tokens), request.max_len)
+        exchange = choice.exchange and rows * chunk % (mesh.data * mesh.tensor) == 0
+        alone = like(request, phases=phases, rows=rows, chunk=chunk, exchange=exchange)
+        if tokens <= 64 or full_ledger(alone, ask.factors).fullest.total <= ask.target.memory_bytes:
+            return alone
+        tokens //= 2
 
 
 def _full(ask: Ask, choice: Choice, ledger: Ledger) -> str:
