@@ -165,7 +165,10 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
         _, y = at(10**x0, 10.0**exponent)
         parts.append(f'<line x1="{left}" x2="{width - 200}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_label(left - 8, y + 4, f"{10.0**exponent:g}", "end"))
-    for x in sorted({p[0] for p in points}):
+    ticks = sorted({p[0] for p in points})
+    if len(ticks) > 9:
+        ticks = [10.0**n for n in range(math.ceil(x0), math.floor(x1) + 1)]
+    for x in ticks:
         parts.append(_label(at(x, 10.0**y0)[0], height - bottom + 18, _short(x), "middle"))
     for i, (name, line) in enumerate(lines):
         colour, places = COLOURS[i % 10], [at(*p) for p in line]
@@ -182,7 +185,9 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
 
 
 def _short(x: float) -> str:
-    return f"{x / 2**20:.3g}M" if x >= 2**20 else f"{x / 1024:.4g}K" if x >= 1024 else f"{x:g}"
+    if x in (1e3, 1e4):
+        return f"{x:,.0f}"
+    return f"{x / 2**20:.3g}M" if x >= 2**20 else f"{x / 1024:.4g}K" if x >= 1024 else f"{x:.3g}"
 
 
 def ttft_picture(plan: Plan) -> str:

@@ -158,7 +158,8 @@ def decode_points(plan: Plan, o: Option) -> list[Decode]:
     unit = o.choice.mesh.data * (o.choice.mesh.tensor if o.choice.exchange else 1)
     rows = sorted({max(1, n // unit) * unit for n in (*MORE_BATCH, plan.base.rows)})
     points = [(n, plan.base.max_len) for n in rows if n <= max(plan.base.rows, 128)][:4]
-    points += [(plan.base.rows, n) for n in (4096, 65_536, 1_048_576) if n < plan.base.max_len]
+    most = plan.ask.config.max_len
+    points += [(plan.base.rows, n) for n in (4096, 65_536, 262_144, 1_048_576) if n <= most and n != plan.base.max_len]
     return [decode(o.request, plan.ask.factors, rows=n, context=length) for n, length in points]
 
 

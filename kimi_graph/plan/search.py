@@ -231,8 +231,8 @@ class Plan:
         return plan_json(self)
 
 
-def make_plan(ask: Ask) -> Plan:
-    """The best mesh for what is wanted.
+def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
+    """The best mesh for what is wanted, of the `traced` ones that promise most.
 
     Raises:
         PlanError: nothing fits, or nothing is quick enough; with the nearest that is.
@@ -243,7 +243,7 @@ def make_plan(ask: Ask) -> Plan:
     if ask.mesh is not None:
         return _one_mesh(ask, base, sieve)
     if ask.devices is not None:
-        plan = _with(ask, base, sieve, ask.devices)
+        plan = _with(ask, base, sieve, ask.devices, traced)
         if plan is None:
             raise PlanError(_nothing(ask, base, sieve, ask.devices))
         return _quick_enough(ask, plan)
@@ -402,7 +402,7 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
         sieve = Sieve(base, ask.factors)
     for count in counts_up_to(sieve, MOST):
         fitting, _ = _fitting(sieve, count)
-        found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=2) if fitting else None
+        found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=1) if fitting else None
         if found is not None:
             more = "" if count > devices else f" for {base.rows:,} sequences of {base.max_len:,} tokens"
             return f"The smallest fit is {count:,} devices{more}: {found.best.choice}."
