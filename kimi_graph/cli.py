@@ -326,6 +326,9 @@ def compile(  # noqa: A001 (the command's name)
         str | None,
         typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The best mesh of N dies, as plan finds it; without --mesh.")
+    ] = None,
     pad: Pad = False,
     exchange: Exchange = False,
     redundant_experts: RedundantExperts = 0,
@@ -393,6 +396,10 @@ def compile(  # noqa: A001 (the command's name)
     """
     if out is None and not dry_run:
         raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
+    if devices is not None and mesh is not None:
+        raise typer.BadParameter(
+            "--mesh says how many dies there are; leave one of them out.", param_hint="'--devices'"
+        )
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
@@ -402,8 +409,22 @@ def compile(  # noqa: A001 (the command's name)
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
 
+        config = _load_config(model)
+        if devices is not None:
+            from kimi_graph.plan.search import Ask, make_plan
+
+            best = make_plan(
+                Ask(
+                    model=model, config=config, target=profile, devices=devices, batch=batch, max_len=max_len,
+                    page=page or 128, chunk=chunk, weights_format=weights_format, kv_dtype=kv_dtype,
+                    redundant_experts=redundant_experts,
+                )
+            ).best  # fmt: skip
+            print(f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences")
+            mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
+            exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
         made = compile_model(
-            _load_config(model),
+            config,
             target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,

@@ -24,7 +24,7 @@ from .factors import Factors
 from .network import crossing
 from .profiles import table
 from .report import duration
-from .search import Ask, Plan, PlanError, base_request, evaluate, gib, make_plan
+from .search import Ask, Option, PlanError, base_request, evaluate, gib, make_plan
 from .sieve import Choice, Sieve, moe_of
 
 MODEL = "kimi-k3.1-pro"
@@ -142,7 +142,7 @@ def _degrees(config: ModelConfig, t: Target, factors: Factors) -> Iterator[tuple
 
 # ---- all-to-all ------------------------------------------------------------------------------------------------------
 
-RANKS = (64, 256, 768, 1024, 2048, 8192)
+RANKS = (64, 256, 512, 1024, 2048, 8192)
 ROWS, CHUNKS = (16, 256), 4  # of a rank, in a decode step and in a part of a prefill
 
 
@@ -151,17 +151,17 @@ def linear(factors: Factors) -> Claim:
     config = load_config(MODEL)
     rows, words = [], []
     for t in map(target, ("a3-superpod", "950-superpod")):
-        most = min(MAX_RANKS[t.soc], MAX_EXPERTS)
+        most = widest(t, config)
         for count in ROWS:
             first: tuple[float, float] | None = None
             last = RANKS[0]
-            for ranks in (n for n in RANKS if n <= most or n in (2048, 8192)):
+            for ranks in RANKS:
                 ways = min(ranks, most)
                 sent, made = (f(t, ways, count, config, factors) for f in (all_to_all, expert_seconds))
                 both = max(sent, made) + min(sent, made) / CHUNKS
                 first = first or (sent, both)
                 last = ranks if first[0] / sent >= NEAR else last
-                note = f"groups of {ways:,}, the most that CANN's pair takes" if ways < ranks else ""
+                note = f"groups of {ways:,}, the most that there may be" if ways < ranks else ""
                 rows.append(
                     (t.name, f"{count}", f"{ranks:,}", f"{1e6 * sent:,.0f} us", f"{first[0] / sent:.0%}",
                      f"{1e6 * made:,.0f} us", f"{1e6 * both:,.0f} us", f"{first[1] / both:.0%}", note)
@@ -170,11 +170,19 @@ def linear(factors: Factors) -> Claim:
     head = ("target", "rows", "dies", "there and back", "rate", "products", f"both, {CHUNKS} chunks", "rate", "remark")
     verdict = (
         f"alone it keeps {NEAR:.0%} of the rate of {RANKS[0]} dies only so far: {'; '.join(words)}. What ends it: a "
-        "message to every peer, with ever fewer rows. Behind the products of experts it is hidden as far as these take longer"
+        "message to every peer, with ever fewer rows. It is hidden behind experts' products as far as these take longer"
     )
     return Claim(
         claim="all-to-all of experts is near-linear to 1,024 cards", verdict=verdict, head=head, rows=tuple(rows)
     )
+
+
+def widest(t: Target, config: ModelConfig) -> int:
+    """Ranks that may share the experts: so many that slots divide, within what CANN's pair takes."""
+    moe = moe_of(config)
+    assert moe is not None
+    slots = range(moe.experts, MAX_EXPERTS + 1)
+    return max(n for n in range(1, MAX_RANKS[t.soc] + 1) if any(s % n == 0 for s in slots))
 
 
 def all_to_all(t: Target, ways: int, rows: int, config: ModelConfig, factors: Factors) -> float:
@@ -198,38 +206,43 @@ def expert_seconds(t: Target, ways: int, rows: int, config: ModelConfig, factors
 
 # ---- scale -----------------------------------------------------------------------------------------------------------
 
-COUNTS = (("a3-superpod", (128, 768, 1536)), ("950-superpod", (64, 1024, 8192)))
+# Dies, ranks that share the experts, copies of experts.
+COUNTS = (
+    ("a3-superpod", ((128, 128, 0), (512, 128, 0), (512, 512, 128), (1536, 128, 0))),
+    ("950-superpod", ((128, 128, 0), (1024, 128, 0), (1024, 1024, 128), (8192, 128, 0), (8192, 1024, 128))),
+)
+BUSY, TENSOR = 1, 32  # sequences of a die, and its degree of tensor
 
 
 def scale(config: ModelConfig, factors: Factors) -> Claim:
-    """One instance on ever more dies, 2 sequences of 4,096 tokens for each."""
+    """One instance on ever more dies: experts on as many ranks as before with more copies of all, or on more ranks."""
     rows, words = [], []
     for name, counts in COUNTS:
         first: tuple[float, float] | None = None
-        for dies in counts:
-            plan = _instance(config, target(name), dies, factors)
-            if plan is None:
-                rows.append((name, f"{dies:,}", "does not fit", "-", "-", "-", "-"))
-                continue
-            o, d = plan.best, plan.best.decode
-            prefill = o.prefill.rows * plan.base.max_len / o.ttft / dies
-            decode = d.tokens_per_second(dies)
+        for dies, experts, copies in counts:
+            option = _instance(config, target(name), dies, experts, copies, factors)
+            prefill = option.prefill.rows * option.request.max_len / option.ttft / dies
+            decode = option.decode.tokens_per_second(dies)
             first = first or (prefill, decode)
             rows.append(
-                (name, f"{dies:,}", str(o.choice), f"{prefill:,.0f}", f"{prefill / first[0]:.0%}", f"{decode:,.1f}",
-                 f"{decode / first[1]:.0%}")
+                (name, f"{dies:,}", str(option.choice), gib(option.ledger.fullest.total), f"{prefill:,.0f}",
+                 f"{prefill / first[0]:.0%}", f"{decode:,.1f}", f"{decode / first[1]:.0%}")
             )  # fmt: skip
-        words.append(f"{name} to {counts[-1]:,} dies")
+        words.append(f"{name} to {counts[-1][0]:,} dies")
     verdict = (
-        f"{'; '.join(words)}: rates of a die in one instance; several instances side by side are linear by themselves"
+        f"{'; '.join(words)}: with experts on 128 ranks more dies are more copies of the whole, and linear; on more "
+        "ranks a die holds fewer experts, and rows go further"
     )
-    head = ("target", "dies", "mesh", "prefill tokens/s a die", "of the first", "decode tokens/s a die", "of the first")
+    head = ("target", "dies", "mesh", "of a die", "prefill tokens/s a die", "rate", "decode tokens/s a die", "rate")
     return Claim(claim="scale on paper", verdict=verdict, head=head, rows=tuple(rows))
 
 
-def _instance(config: ModelConfig, t: Target, dies: int, factors: Factors) -> Plan | None:
-    ask = Ask(model=MODEL, config=config, target=t, devices=dies, batch=2 * dies, max_len=4096, factors=factors)
-    try:
-        return make_plan(ask, traced=1)
-    except KimiGraphError:
-        return None
+def _instance(config: ModelConfig, t: Target, dies: int, experts: int, copies: int, factors: Factors) -> Option:
+    mesh = Mesh(data=dies // TENSOR, tensor=TENSOR, experts=experts)
+    ask = Ask(
+        model=MODEL, config=config, target=t, mesh=mesh, batch=BUSY * dies, max_len=4096, exchange=True,
+        redundant_experts=copies, factors=factors,
+    )  # fmt: skip
+    sieve = Sieve(base_request(ask), factors)
+    choice = Choice(mesh=mesh, exchange=True, split_cache=True, chunk=TENSOR)
+    return evaluate(ask, sieve, choice)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kimi_graph.parallel import balance
 
-DRAWS, BALANCED_DRAWS = 64, 6  # placing copies takes longer
+DRAWS, BALANCED_DRAWS = 64, 4  # placing copies takes longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,9 @@ def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: 
     choices: rows of all ranks that share the experts, times experts of a row. ranks: that share them.
     spread: standard deviation of the logarithm of an expert's popularity.
     """
-    rng = np.random.default_rng(0)
     slots = experts + redundant
-    popular = rng.lognormal(0.0, spread, (BALANCED_DRAWS if redundant else DRAWS, experts))
-    popular /= popular.sum(1, keepdims=True)
-    held = np.stack([_in_slots(p, slots, ranks) for p in popular]) if redundant else popular
-    rows = rng.poisson(held * choices).reshape(len(held), ranks, slots // ranks)
+    held = _popularity(experts, slots, ranks, spread)
+    rows = np.random.default_rng(1).poisson(held * choices).reshape(len(held), ranks, slots // ranks)
     by_rank = rows.sum(2)
     skew = by_rank.max(1) / np.maximum(by_rank.mean(1), 1e-9)
     touched = (rows > 0).mean(2).max(1)
@@ -59,6 +56,15 @@ def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: 
         return Routing(rows=max(1.0, float(np.quantile(skew, part))), touched=float(np.quantile(touched, part)))
 
     return Spread(even=even, median=at(0.5), high=at(0.9))
+
+
+@functools.lru_cache(maxsize=16)
+def _popularity(experts: int, slots: int, ranks: int, spread: float) -> np.ndarray:
+    """The part of all choices that each slot gets, of some draws: `[draws, slots]`."""
+    draws = DRAWS if slots == experts else BALANCED_DRAWS
+    popular = np.random.default_rng(0).lognormal(0.0, spread, (draws, experts))
+    popular /= popular.sum(1, keepdims=True)
+    return popular if slots == experts else np.stack([_in_slots(p, slots, ranks) for p in popular])
 
 
 def _in_slots(popular: np.ndarray, slots: int, ranks: int) -> np.ndarray:

@@ -358,9 +358,8 @@ def _slow(ask: Ask, plan: Plan) -> str:
     """Why none of the traced meshes is quick enough; empty where one is."""
     if any(_met(ask, o) for o in plan.options):
         return ""
-    wanted = [f"--ttft {ask.ttft:g}"] * (ask.ttft is not None) + [f"--tpot {1e3 * (ask.tpot or 0):g}"] * (
-        ask.tpot is not None
-    )
+    limits = {"--ttft": ask.ttft, "--tpot": None if ask.tpot is None else 1e3 * ask.tpot}
+    wanted = [f"{flag} {limit:g}" for flag, limit in limits.items() if limit is not None]
     return f"no mesh keeps {' and '.join(wanted)}"
 
 
