@@ -3,8 +3,8 @@
     python benchmarks/plan_time.py [--model kimi-k3.1-pro] [--target a3-superpod] [--devices 768]
 
 In a fresh process, as the command line does it, JSON and all; torchair is not loaded. Goal: 5 s and 0.5 GB on an idle
-machine. CPU seconds are printed beside, as others may use the machine too; the exit code is 1 beyond either goal, the time
-being the smaller of both.
+machine. CPU seconds are printed beside, as others may use the machine too; the exit code is 1 beyond either goal, the
+time being the smaller of both.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 import time
 
 SECONDS, GIGABYTES = 5.0, 0.5
+UNITS = 1 if sys.platform == "darwin" else 1024  # bytes of ru_maxrss
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
         walls.append(time.perf_counter() - start)
         cpus.append(_cpu() - before)
         before += cpus[-1]
-    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+    memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * UNITS / 1e9
     print(
         f"plan {args.model} on {args.devices:,} of {args.target}: best of {args.runs} {min(walls):.1f} s, "
         f"{min(cpus):.1f} s of CPU, at most {memory:.2f} GB (goal: {SECONDS:g} s, {GIGABYTES:g} GB)"

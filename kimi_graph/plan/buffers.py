@@ -13,7 +13,7 @@ from kimi_graph.parallel.experts import buffer_bytes, no_pair
 
 from .estimate import Part, layout_of, traced, workspace
 from .factors import Factors
-from .ledger import Ledger, Line, make_ledger
+from .ledger import Ledger, Line, buckets_of, make_ledger
 
 LOWERING = (4, 3)  # of activations in a compiled graph to those that are traced, at most
 GIB, MIB = 2**30, 2**20
@@ -27,7 +27,7 @@ def full_ledger(request: Request, factors: Factors) -> Ledger:
     Raises:
         ShardingError: a part that cannot run on the mesh.
     """
-    ledger, buckets = make_ledger(request), request.buckets()
+    ledger, buckets = make_ledger(request), buckets_of(request)
     parts = {b.phase: traced(request, b) for b in buckets}
     lines: dict[int, list[Line]] = {s.stage: [] for s in ledger.stages}
     split = {b.phase: stage_parts(request.config, b, layout_of(request).stages(b)) for b in buckets}

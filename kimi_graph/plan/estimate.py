@@ -22,7 +22,7 @@ from kimi_graph.models.decoder import Use
 from kimi_graph.parallel import Mesh
 
 from .factors import Factors
-from .ledger import kind_of
+from .ledger import buckets_of, kind_of
 from .network import crossing, edge
 from .routing import Routing, Spread, routing
 from .work import Work, part_work, peak_bytes, score_bytes
@@ -77,8 +77,9 @@ def _traced(layout: Layout, b: Bucket) -> Mapping[str, Part]:
     trace = sharded_piece_tracer(layout.config, b, layout.rules(b.phase))
     found: dict[str, Part] = {}
     for use in uses(layout.config, b):
+        alike = use.part.replace("ffn_", "attn_", 1)  # both halves of a layer mix and add in the same way
         if use.part not in found:
-            found[use.part] = _part(trace(use))
+            found[use.part] = found[alike] if alike in found else _part(trace(use))
     return found
 
 
@@ -289,7 +290,7 @@ def bucket_at(request: Request, phase: str, *, rows: int, tokens: int, context: 
     share = layout.pools
     pages = -(-max(1, math.ceil(context / page)) // share) * share
     slots, pool = pools(layout.rules("decode"), rows, pages)
-    b = next(b for b in request.buckets() if b.phase == phase)
+    b = next(b for b in buckets_of(request) if b.phase == phase)
     return replace(b, rows=rows, tokens=tokens, pages=pool, sequence_pages=pages, slots=slots)
 
 
@@ -369,7 +370,7 @@ def _longest(request: Request) -> int:
 def _tower(request: Request, factors: Factors) -> tuple[float, int]:
     if request.config.vision is None or "vision" not in request.phases:
         return 0.0, 0
-    b = next(b for b in request.buckets() if b.phase == "vision")
+    b = next(b for b in buckets_of(request) if b.phase == "vision")
     made = step(request, b, traced(request, b), machine(request, factors, b))
     return made.seconds, b.images
 

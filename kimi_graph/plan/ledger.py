@@ -118,13 +118,21 @@ def _json(line: Line) -> dict[str, Any]:
     }
 
 
+def buckets_of(request: Request) -> tuple[Bucket, ...]:
+    """The buckets of a request, made and checked once. Raises as `Request.buckets`."""
+    kept = request.__dict__  # where its cached properties are too
+    if "made_buckets" not in kept:
+        kept["made_buckets"] = request.buckets()
+    return kept["made_buckets"]
+
+
 def make_ledger(request: Request) -> Ledger:
     """Weights and states of every stage. The request is not checked (`Request.check`).
 
     Raises:
         ShardingError: a size that does not divide. CompileError: a choice that cannot be.
     """
-    b = request.buckets()[0]
+    b = buckets_of(request)[0]
     c = request.config
     rules, mesh = _rules(request), request.mesh or Mesh()
     layout = request.layout

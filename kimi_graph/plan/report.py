@@ -5,6 +5,7 @@ from typing import Any
 
 from .estimate import Decode, Prefill, Step, decode
 from .factors import PUBLISHED
+from .ledger import buckets_of
 from .profiles import table
 from .search import Option, Plan, formats, gib
 
@@ -46,7 +47,7 @@ def plan_text(plan: Plan) -> str:
 
 def capacity(plan: Plan) -> int:
     """Tokens that a sequence's pages hold."""
-    return plan.best.request.buckets()[0].sequence_pages * plan.base.page
+    return buckets_of(plan.best.request)[0].sequence_pages * plan.base.page
 
 
 _HEAD = (

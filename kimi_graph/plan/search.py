@@ -24,7 +24,7 @@ from kimi_graph.parallel import Mesh
 from .buffers import full_ledger
 from .estimate import Decode, Prefill, decode, prefill
 from .factors import Factors
-from .ledger import Ledger
+from .ledger import Ledger, buckets_of
 from .sieve import GIB, Choice, Held, Sieve, counts_up_to, like
 
 TRACED = 3  # of the meshes that promise most
@@ -127,7 +127,7 @@ def base_request(ask: Ask) -> Request:
         chunk=min(512, ask.length), weights_format=format_of(ask, stored), kv_dtype=ask.kv_dtype, stored=stored,
     )  # fmt: skip
     kept_form(request.weights_format, request.native, ask.target.soc)
-    request.buckets()
+    buckets_of(request)
     return request
 
 

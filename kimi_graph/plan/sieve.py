@@ -26,7 +26,7 @@ from kimi_graph.parallel.experts import no_pair
 from kimi_graph.parallel.legality import Size, legal_meshes, sizes_of
 
 from .factors import Factors
-from .ledger import Weights, census_of
+from .ledger import Weights, buckets_of, census_of
 from .network import crossing, edge
 
 GIB = 2**30
@@ -91,7 +91,7 @@ class Sieve:
         self.base, self.f, self.c = base, factors, base.config
         self.pages = check_length(self.c, base.max_len, base.page).pages
         self.sparse = decoder.is_sparse(self.c, self.pages * base.page)
-        self.census = census_of(base, base.buckets()[0])
+        self.census = census_of(base, buckets_of(base)[0])
         self.weights: dict[Any, tuple[dict[int, int], tuple[int, int], int]] = {}
         self.states: dict[Any, dict[int, int]] = {}
 
