@@ -66,9 +66,9 @@ def traced(request: Request, b: Bucket, like: Mapping[str, Part] | None = None) 
     if like is None:
         return _traced(layout, b)
     trace, found = sharded_piece_tracer(request.config, b, layout.rules(b.phase)), dict(like)
-    for use in reversed(uses(request.config, b)):
-        if kind_of(use.part).startswith("mla"):
-            found[use.part] = found[use.part] if found[use.part] is not like[use.part] else _part(trace(use))
+    for use in uses(request.config, b):
+        if kind_of(use.part).startswith("mla") and found[use.part] is like[use.part]:
+            found[use.part] = _part(trace(use))
     return found
 
 
@@ -343,13 +343,11 @@ def prefill(request: Request, factors: Factors, *, quantile: str = "median") -> 
     if far > top_k:
         near = max(near, top_k + request.page)
         far = max(far, 2 * near)
-    buckets = [bucket_at(request, "prefill", rows=rows, tokens=chunk, context=n) for n in (far, near)]
-    longest = traced(request, buckets[0])
-    given = (longest, traced(request, buckets[1], longest))
+    whole = traced(request, next(b for b in buckets_of(request) if b.phase == "prefill"))
+    buckets = [bucket_at(request, "prefill", rows=rows, tokens=chunk, context=n) for n in (near, far)]
     steps = [
-        step(request, b, parts, machine(request, factors, b, quantile=quantile))
-        for b, parts in zip(buckets, given, strict=True)
-    ][::-1]
+        step(request, b, traced(request, b, whole), machine(request, factors, b, quantile=quantile)) for b in buckets
+    ]
     slope = max(0.0, (steps[1].slowest - steps[0].slowest) / (far - near))
     base = steps[0].slowest - slope * near  # of a chunk that starts where nothing is cached, less what it sees itself
     image, image_tokens = _tower(request, factors)

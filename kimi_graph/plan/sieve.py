@@ -19,11 +19,12 @@ from kimi_graph.compile.meshes import Layout, arranged
 from kimi_graph.compile.phases import pools
 from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig, check_length
 from kimi_graph.models import decoder
-from kimi_graph.models.pipeline import model_stages
+from kimi_graph.models.pipeline import parameter_bytes
 from kimi_graph.parallel import Mesh, Rules, place, preset
 from kimi_graph.parallel.collectives import Issued
 from kimi_graph.parallel.experts import no_pair
 from kimi_graph.parallel.legality import Size, legal_meshes, sizes_of
+from kimi_graph.parallel.stages import split
 
 from .factors import Factors
 from .ledger import Weights, buckets_of, census_of
@@ -81,7 +82,12 @@ def _sizes(c: ModelConfig) -> tuple[Size, ...]:
 
 @functools.lru_cache(maxsize=512)
 def _layers(c: ModelConfig, stages: int) -> tuple[range, ...]:
-    return tuple(s.layers for s in model_stages(c, stages))
+    """Layers of each stage, as `model_stages` splits them."""
+    costs, (first, last) = parameter_bytes(c)
+    costs = [*costs]
+    costs[0] += first
+    costs[-1] += last
+    return tuple(split(costs, stages))
 
 
 class Sieve:
@@ -109,12 +115,12 @@ class Sieve:
     def choices(self, mesh: Mesh) -> Iterator[Choice]:
         """How rows and caches may lie on a mesh."""
         plain = self.roomy(Choice(mesh=mesh, chunk=self.chunk(mesh)))
-        split = (
+        long = (
             mesh.tensor > 1 and self.base.kv_dtype == "bf16" and self._cache(plain) > self.base.target.memory_bytes / 8
         )
         for choice in (plain, *self._exchanged(plain)):
             yield choice
-            if split:
+            if long:
                 yield self.roomy(replace(choice, split_cache=True, chunk=self.chunk(mesh)))
 
     def roomy(self, choice: Choice) -> Choice:

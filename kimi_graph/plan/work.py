@@ -20,6 +20,7 @@ from torch import fx
 from kimi_graph.compile.sharded import ShardedCapture
 from kimi_graph.parallel.collectives import COLLECTIVES, Issued, issued
 
+Node = Any  # an `fx.Node`, whose arguments may be anything
 KDA_CHUNK = 64  # tokens that the kernel of a chunked prefill works on together
 
 
@@ -77,7 +78,7 @@ Found = dict[str, Any]  # fields of `Work`
 _ROW = 2  # bytes of a number in a cache
 
 
-def _product(node: fx.Node) -> Found:
+def _product(node: Node) -> Found:
     x = node.args[0].meta["val"]
     rows, inner = math.prod(x.shape[:-1]), x.shape[-1]
     groups = x.shape[0] if node.target is torch.ops.kimi.batch_matmul.default else 1
@@ -86,12 +87,12 @@ def _product(node: fx.Node) -> Found:
     return {"cube": 2.0 * padded * inner * outs, "dtype": "fp32" if x.dtype == torch.float32 else "bf16"}
 
 
-def _grouped(node: fx.Node) -> Found:
+def _grouped(node: Node) -> Found:
     x, weight = node.args[0].meta["val"], node.args[1].meta["val"]
     return {"cube": 2.0 * x.shape[0] * math.prod(weight.shape[1:])}
 
 
-def _attention(node: fx.Node) -> Found:
+def _attention(node: Node) -> Found:
     """All heads of the queries with all keys that were expanded."""
     (rows, tokens, heads, nope), rope = _shape(node.args[0]), _shape(node.args[1])[-1]
     keys, value = _shape(node.args[2])[1], _shape(node.args[4])[-1]
@@ -99,7 +100,7 @@ def _attention(node: fx.Node) -> Found:
     return {"cube": 2.0 * pairs * (nope + rope + value), "vector": 6.0 * pairs}
 
 
-def _latent(node: fx.Node) -> Found:
+def _latent(node: Node) -> Found:
     (rows, _, heads, latent), rope = _shape(node.args[0]), _shape(node.args[1])[-1]
     keys = _shape(node.args[4])[1] * _shape(node.args[2])[1]
     pairs = rows * heads * keys
@@ -111,7 +112,7 @@ def _latent(node: fx.Node) -> Found:
     }
 
 
-def _sparse(node: fx.Node) -> Found:
+def _sparse(node: Node) -> Found:
     """Every query reads the rows selected for it: from HBM each row once, the others from L2."""
     (rows, tokens, heads, latent), rope = _shape(node.args[0]), _shape(node.args[1])[-1]
     top_k, (_, pages) = _shape(node.args[4])[-1], _shape(node.args[5])
@@ -125,7 +126,7 @@ def _sparse(node: fx.Node) -> Found:
     }
 
 
-def _select(node: fx.Node) -> Found:
+def _select(node: Node) -> Found:
     """Index scores of all cached tokens; quadratic in a prefill."""
     (rows, tokens, heads, key), (_, pages) = _shape(node.args[0]), _shape(node.args[3])
     cached = pages * _shape(node.args[2])[1]
@@ -138,7 +139,7 @@ def _select(node: fx.Node) -> Found:
     }
 
 
-def _kda_chunk(node: fx.Node) -> Found:
+def _kda_chunk(node: Node) -> Found:
     """In a chunk of C tokens five products of C x C with K or V and an inverse, between chunks four of C with K x V."""
     (rows, tokens, heads, key), value = _shape(node.args[0]), _shape(node.args[2])[-1]
     chunk = min(KDA_CHUNK, tokens)
@@ -151,35 +152,35 @@ def _kda_chunk(node: fx.Node) -> Found:
     }
 
 
-def _kda_step(node: fx.Node) -> Found:
+def _kda_step(node: Node) -> Found:
     (rows, *_, heads, key), value = _shape(node.args[0]), _shape(node.args[2])[-1]
     numbers = rows * heads * key * value
     return {"vector": 8.0 * numbers, "states": 2 * numbers * 4, "moved": 4 * size(node.args[0])}
 
 
-def _conv(node: fx.Node) -> Found:
+def _conv(node: Node) -> Found:
     x, window = node.args[0], node.args[2]
     rows = _shape(x)[0]
     state = size(window) // max(1, _shape(window)[0]) * rows
     return {"vector": 10.0 * _count(x), "states": 2 * state, "moved": 2 * size(x)}
 
 
-def _write(news: int) -> Callable[[fx.Node], Found]:
+def _write(news: int) -> Callable[[Node], Found]:
     return lambda node: {
         "states": sum(size(x) for x in node.args[:news]),
         "moved": sum(size(x) for x in node.args[:news]),
     }
 
 
-def _read(node: fx.Node) -> Found:
+def _read(node: Node) -> Found:
     return {"states": size(node), "moved": size(node)}
 
 
-def _taken(node: fx.Node) -> Found:
+def _taken(node: Node) -> Found:
     return {"moved": 2 * size(node)}
 
 
-def _looked_up(node: fx.Node) -> Found:
+def _looked_up(node: Node) -> Found:
     return {"weights": size(node), "moved": size(node)}
 
 
@@ -188,7 +189,7 @@ _VECTOR = {  # operations of an element of the result; 1 unless said
     "rms_norm": 6, "gated_rms_norm": 16, "layer_norm": 8, "sigmoid": 8, "silu": 9, "gelu": 12, "exp": 6, "situ": 40,
     "situ_mul": 40, "swiglu": 10, "rope": 6, "residual_mix": 8, "moe_route": 40, "best_positions": 40, "sort": 40,
 }  # fmt: skip
-RULES: Mapping[str, Callable[[fx.Node], Found]] = {
+RULES: Mapping[str, Callable[[Node], Found]] = {
     "matmul": _product,
     "batch_matmul": _product,
     "grouped_matmul": _grouped,
@@ -216,7 +217,7 @@ RULES: Mapping[str, Callable[[fx.Node], Found]] = {
 }
 
 
-def node_name(node: fx.Node) -> str:
+def node_name(node: Node) -> str:
     """`matmul` of `kimi::matmul`."""
     name = getattr(node.target, "_schema", None)
     return name.name.partition("::")[2] if name is not None else getattr(node.target, "__name__", str(node.target))
@@ -249,19 +250,19 @@ def part_work(piece: ShardedCapture) -> list[Work]:
     return found
 
 
-def _share(node: fx.Node, name: str, share: Mapping[fx.Node, float]) -> float | None:
+def _share(node: Node, name: str, share: Mapping[fx.Node, float]) -> float | None:
     """The part of a buffer's rows that come, if all experts are chosen as often; None where it holds no such rows."""
     if name == "moe_dispatch":
         experts, others = node.args[2], node.args[3] if len(node.args) > 3 else 0
-        return experts / (experts + others)  # type: ignore[operator]
+        return experts / (experts + others)
     if name == "expert_dispatch":
         _, _, chosen, ways, experts = node.args
         top_k = _shape(chosen)[1]
-        return top_k / (ways * min(experts, top_k))  # type: ignore[operator,type-var]
+        return top_k / (ways * min(experts, top_k))
     return next((share[n] for n in node.all_input_nodes if n in share), None)
 
 
-def _work(node: fx.Node, name: str, kinds: Mapping[fx.Node, str]) -> Work:
+def _work(node: Node, name: str, kinds: Mapping[fx.Node, str]) -> Work:
     inputs = node.all_input_nodes
     weights = sum(size(n) for n in inputs if kinds.get(n) == "p")
     moved = sum(size(n) for n in inputs if n not in kinds) + size(node)
@@ -306,20 +307,20 @@ def peak_bytes(piece: ShardedCapture) -> int:
     (results,) = graph.find_nodes(op="output")
     after = dict(zip(captured.outputs, results.args[0], strict=True))
     in_place = {n for name, n in after.items() if name.startswith("s.")}
-    storage: dict[fx.Node, fx.Node] = {}  # whose memory a node's result is in
-    held: dict[fx.Node, int] = {}
+    storage: dict[Node, Node] = {}  # whose memory a node's result is in
+    held: dict[Node, int] = {}
     for node in graph.nodes:
         if node.op == "call_function":
             view = node_name(node) in _VIEWS and node.all_input_nodes
-            storage[node] = storage.get(node.args[0], node.args[0]) if view else node  # type: ignore[call-overload]
+            storage[node] = storage.get(node.args[0], node.args[0]) if view else node
             if not view:
                 held[node] = _held(node, in_place)
-    last: dict[fx.Node, fx.Node] = {}
+    last: dict[Node, Node] = {}
     for node in graph.nodes:
         for n in node.all_input_nodes:
             last[storage.get(n, n)] = node
     live = peak = 0
-    ends: dict[fx.Node, list[fx.Node]] = {}
+    ends: dict[Node, list[Node]] = {}
     for n, user in last.items():
         ends.setdefault(user, []).append(n)
     for node in graph.nodes:
@@ -329,7 +330,7 @@ def peak_bytes(piece: ShardedCapture) -> int:
     return peak
 
 
-def _held(node: fx.Node, in_place: set[fx.Node]) -> int:
+def _held(node: Node, in_place: set[fx.Node]) -> int:
     """Bytes of a node's results that are no states."""
     if node in in_place:
         return 0
