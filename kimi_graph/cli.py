@@ -540,7 +540,7 @@ def plan(
 
     \b
     kimi-graph plan kimi-k3.1-pro --target a3 --max-len 1000000 --batch 1
-    kimi-graph plan kimi-k3 --target 950dt --devices 32 --batch 32 --max-len 16384 --html build/plan.html
+    kimi-graph plan kimi-k3 --target 950dt --devices 32 --batch 32 --html build/plan.html
     kimi-graph plan kimi-k3.1-pro --target a3-superpod --mesh pp=4,tp=32
     kimi-graph plan --claims
     """

@@ -343,8 +343,10 @@ def prefill(request: Request, factors: Factors, *, quantile: str = "median") -> 
     if far > top_k:
         near = max(near, top_k + request.page)
         far = max(far, 2 * near)
-    whole = traced(request, next(b for b in buckets_of(request) if b.phase == "prefill"))
-    buckets = [bucket_at(request, "prefill", rows=rows, tokens=chunk, context=n) for n in (near, far)]
+    longest, *buckets = (
+        bucket_at(request, "prefill", rows=rows, tokens=chunk, context=n) for n in (request.max_len, near, far)
+    )
+    whole = traced(request, longest)  # the ledger has traced it already
     steps = [
         step(request, b, traced(request, b, whole), machine(request, factors, b, quantile=quantile)) for b in buckets
     ]
