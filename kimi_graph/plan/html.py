@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .ledger import StageLedger
-from .report import capacity, commands, decode_points, duration, lengths
+from .report import capacity, commands, decode_points, duration, lengths, sequences
 from .search import Option, Plan, formats, gib
 from .work import Work
 
@@ -36,7 +36,7 @@ def page(plan: Plan) -> str:
     o, ask = plan.best, plan.ask
     title = f"{ask.config.name} on {plan.devices:,} dies of {ask.target.name}"
     intro = (
-        f"{plan.base.rows:,} sequences of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages); experts "
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages); experts "
         f"as {o.request.form}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
     )
     fewer = f"<p>Why not fewer dies: {_text(plan.fewer)}.</p>" if plan.fewer else ""
@@ -168,8 +168,10 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
     ticks = sorted({p[0] for p in points})
     if len(ticks) > 9:
         ticks = [10.0**n for n in range(math.ceil(x0), math.floor(x1) + 1)]
-    for x in ticks:
-        parts.append(_label(at(x, 10.0**y0)[0], height - bottom + 18, _short(x), "middle"))
+    places = [at(x, 10.0**y0)[0] for x in ticks]
+    for x, here, after in zip(ticks, places, [*places[1:], math.inf], strict=True):
+        if after - here > 34:  # a label's width
+            parts.append(_label(here, height - bottom + 18, _short(x), "middle"))
     for i, (name, line) in enumerate(lines):
         colour, places = COLOURS[i % 10], [at(*p) for p in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
@@ -195,7 +197,7 @@ def ttft_picture(plan: Plan) -> str:
     p = plan.best.prefill
     where = "never" if p.b == 0 else f"at {p.equal:,.0f} tokens"
     law = f"{p.fill:.3g} s + {p.a:.4g} T + {p.b:.4g} T², both terms equal {where}"
-    law += f"; {p.rows:,} sequences, steps of {p.chunk:,} tokens"
+    law += f"; {sequences(p.rows)}, steps of {p.chunk:,} tokens"
     return curves(lines, "tokens of a prompt", "seconds") + f"<p class=note>{_text(law)}</p>"
 
 
@@ -207,7 +209,7 @@ def tpot_picture(plan: Plan) -> str:
     contexts = sorted({(x.context, 1e3 * x.seconds) for x in [*points, o.decode] if x.rows == plan.base.rows})
     pictures = [
         curves([(f"{plan.base.max_len:,} tokens", [(float(x), y) for x, y in batches])], "sequences", "ms"),
-        curves([(f"{plan.base.rows:,} sequences", [(float(x), y) for x, y in contexts])], "tokens of each", "ms"),
+        curves([(sequences(plan.base.rows), [(float(x), y) for x, y in contexts])], "tokens of each", "ms"),
     ]
     return "".join(pictures)
 

@@ -19,7 +19,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{ask.config.name} on {plan.devices:,} dies of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
-        f"{plan.base.rows:,} sequences of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
         f"{plan.base.page}); experts as {o.request.form}, caches as {plan.base.kv_dtype}",
         "",
         *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
@@ -76,6 +76,11 @@ def _world(o: Option) -> int:
     return o.request.mesh.world if o.request.mesh else 1
 
 
+def sequences(count: int) -> str:
+    """`1 sequence`, `32 sequences`."""
+    return f"{count:,} sequence" + "s" * (count != 1)
+
+
 def duration(seconds: float) -> str:
     """`31.4 ms`, `2.81 s`."""
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
@@ -86,7 +91,7 @@ def _apart(plan: Plan) -> list[str]:
     second = min(plan.options, key=lambda o: o.tpot)
     return [
         f"prefill alone: {first.choice}: {duration(first.ttft)} to the first token of {plan.base.max_len:,}",
-        f"decode alone:  {second.choice}: {duration(second.tpot)} a token of {plan.base.rows:,} sequences",
+        f"decode alone:  {second.choice}: {duration(second.tpot)} a token of {sequences(plan.base.rows)}",
     ]
 
 
@@ -115,7 +120,7 @@ def _prefill(plan: Plan, p: Prefill) -> Iterator[str]:
     equal = "never" if p.equal == float("inf") else f"{p.equal:,.0f} tokens"
     yield (
         f"prefill   {p.fill:.4g} s + a T + b T^2, a = {p.a:.4g} s, b = {p.b:.4g} s, equal at {equal}; "
-        f"{p.rows:,} sequences in steps of {p.chunk:,} tokens; at {plan.base.max_len:,}: {p.bound}"
+        f"{sequences(p.rows)} in steps of {p.chunk:,} tokens; at {plan.base.max_len:,}: {p.bound}"
     )
     yield from ("  " + x for x in table([("tokens", "TTFT", "tokens/s"), *_prefill_rows(plan, p)]))
     if p.image:
@@ -135,7 +140,7 @@ def _prefill_rows(plan: Plan, p: Prefill) -> Iterator[tuple[str, ...]]:
 def _decode(plan: Plan, o: Option) -> Iterator[str]:
     d = o.decode
     yield (
-        f"decode    {duration(d.seconds)} a token of {d.rows:,} sequences with {d.context:,} tokens; "
+        f"decode    {duration(d.seconds)} a token of {sequences(d.rows)} with {d.context:,} tokens; "
         f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight"
         + (f", stages idle {d.idle:.0%}; {len(d.median.stages)} batches fill them" if len(d.median.stages) > 1 else "")
     )

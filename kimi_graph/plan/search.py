@@ -321,7 +321,7 @@ def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
         raise PlanError(_nothing(ask, base, sieve, MOST))
     least = next(counts_up_to(sieve, MOST), 1)
     fewer = last or f"{least - 1:,}: weights shared out evenly would not fit"
-    return replace(found, fewer=fewer)
+    return _quick_enough(ask, replace(found, fewer=fewer))
 
 
 def _quicker(ask: Ask, base: Request, sieve: Sieve, found: Plan, last: str) -> Plan:
@@ -332,7 +332,7 @@ def _quicker(ask: Ask, base: Request, sieve: Sieve, found: Plan, last: str) -> P
         if more is None:
             continue
         if not _slow(ask, more):
-            return replace(more, fewer=last)
+            return _quick_enough(ask, replace(more, fewer=last))
         best, last = min(best, more, key=lambda p: _misses(ask, p)), f"{devices:,}: {_slow(ask, more)}"
     raise PlanError(_too_slow(ask, best))
 

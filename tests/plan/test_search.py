@@ -154,6 +154,13 @@ def test_times_that_cannot_be_kept_are_refused_with_what_can_be_asked_for():
     assert plan.best.tpot <= int(nearest[1]) / 1e3
 
 
+@pytest.mark.slow
+def test_more_devices_are_taken_until_times_are_kept_and_the_best_keeps_them():
+    plan = make_plan(ask("kimi-linear-48b", batch=8, tpot=6e-3))
+    assert plan.devices > 2 and plan.best.tpot <= 6e-3
+    assert plan.fewer.endswith("no mesh keeps --tpot 6")
+
+
 def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
     """896 experts with their copies are at most 1,024, their ranks at most 768 on A3."""
     wanted = ask("kimi-k3", "a3-superpod", devices=896, batch=896)
