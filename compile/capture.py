@@ -78,6 +78,11 @@ class _Recorder(TorchDispatchMode):
         self.nodes: dict[int, fx.Node] = {}
         self.kept: list[Tensor] = []  # what an id stands for must live as long as the id is used
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch asks: by default it puts Dynamo, a second to import, around every call that a mode sees."""
+        return False
+
     def input(self, like: Tensor) -> Tensor:
         """A new input of the graph; a tensor of its own, also where one tensor is given twice."""
         value = _plain(like)
@@ -91,7 +96,7 @@ class _Recorder(TorchDispatchMode):
         return fx.GraphModule(self.constants, self.graph)
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = f(*args, **(kwargs or {}))
+        made = _called(f, args, kwargs or {})
         if f is torch.ops.aten.detach.default:  # torch's own, around what factories make
             self.nodes[id(made)] = self._node(args[0])
             self.kept.append(made)
@@ -121,6 +126,37 @@ class _Recorder(TorchDispatchMode):
             self.constants.register_buffer(name, x)
             self._note(x, self.graph.create_node("get_attr", name), "")
         return self.nodes[id(x)]
+
+
+CAT, FLOOR = torch.ops.aten.cat.default, torch.ops.aten.floor_divide.default
+
+
+def _called(f: Any, args: Any, kwargs: Any) -> Any:
+    """What a call gives. Shape and dtype of pointwise calls and of concatenations are found here.
+
+    torch would ask its Python references for them, which import Dynamo: longer than tracing a whole model.
+    """
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    known = (torch.Tag.pointwise in f.tags or f in (CAT, FLOOR)) and not f._schema.is_mutable
+    shape = _shape(f, given, *args[1:]) if known and any(x.is_meta for x in given) else None
+    if shape is None:
+        return f(*args, **kwargs)
+    # Without elements, on the CPU, the operator itself says the dtype.
+    empty = pytree.tree_map_only(Tensor, lambda x: torch.ones((0,) * x.ndim, dtype=x.dtype), (args, kwargs))
+    dtype = f(*empty[0], **empty[1]).dtype
+    like = next((x for x in given if x.is_meta and x.shape == shape), None)  # the order of its dimensions is kept
+    return torch.empty(shape, dtype=dtype, device="meta") if like is None else torch.empty_like(like, dtype=dtype)
+
+
+def _shape(f: Any, given: list[Tensor], *rest: Any) -> torch.Size | None:
+    """Shape of what a call gives; None where torch should find it, or say what is wrong."""
+    if f is not CAT:
+        return torch.broadcast_shapes(*(x.shape for x in given))
+    dim = (rest[0] if rest else 0) % max(1, given[0].ndim)
+    others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in given}
+    if len(others) != 1 or not given[0].ndim:
+        return None
+    return torch.Size((*given[0].shape[:dim], sum(x.shape[dim] for x in given), *given[0].shape[dim + 1 :]))
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from kimi_graph.errors import CompileError
 
 from .air import SIZE_LIMIT
 from .ge_proto import AttrDef, Dtype, ModelDef
-from .limits import LIMITS, Use
+from .limits import Use, faults_of
 from .prototypes import FIELDS, SHORT, Attribute, Port, Prototype, Prototypes
 from .targets import Target
 from .view import Desc, Edge, Node, View, view
@@ -254,8 +254,8 @@ def operators_hold(graph: View, claims: Claims) -> Iterator[Finding]:
         else:
             faults = [*_ports_hold(node, prototype), *_attributes_hold(node, prototype)]
             yield from faults
-            if not faults and node.type in LIMITS:  # limits rely on inputs and attributes being what they should be
-                for found, expected, hint in LIMITS[node.type](Use(graph, node, prototype, claims.target)):
+            if not faults:  # limits rely on inputs and attributes being what they should be
+                for found, expected, hint in faults_of(Use(graph, node, prototype, claims.target)):
                     yield Finding(node.name, "limit", f"{node.type}: {found}", expected, hint)
 
 

@@ -125,6 +125,8 @@ class _Walk:
         self.host.converters.set_ge_outputs(out, node.meta["val"])
         for value, meta in _pairs(out, node.meta["val"]):
             describe(value.desc, meta.shape, meta.dtype)
+        if isinstance(node.meta["val"], torch.Tensor):
+            self.room.calls.setdefault(out.tensor, (str(node.target).removesuffix(".default"), args))
         return out
 
     def _output(self, node: fx.Node) -> None:

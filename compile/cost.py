@@ -83,12 +83,12 @@ def _replaced(**news: str) -> Parts:
     return parts
 
 
-def _slots(state: str, of: str) -> Parts:
-    """The rows' slots of a state are read and written."""
+def _slots(state: str, of: str, unwritten: str = "") -> Parts:
+    """The rows' slots of a state are read and written. `unwritten`: a result that is declared and never written."""
 
     def parts(node: Node) -> Part:
         size = _fraction(node.input(state), _count(node.input(of)))
-        return Part({state: size}, {state: size})
+        return Part({state: size}, {state: size, unwritten: 0})
 
     return parts
 
@@ -133,7 +133,9 @@ PARTS: Mapping[str, Parts] = {
     "ShortConv": _slots("window", "slots"),
     "CausalConv1d": _slots("conv_states", "cache_indices"),
     "KdaChunk": _slots("memory", "slots"),
+    "KdaStep": _slots("memory", "slots"),
     "RecurrentGatedDeltaRule": _slots("state", "ssm_state_indices"),
+    "RecurrentKda": _slots("initial_state", "ssm_state_indices", unwritten="final_state"),
     "GroupedMatmul": _experts,
     "FusedInferAttentionScore": _pages("key0", "value0", "key_rope"),
     "LightningIndexer": _pages("key"),

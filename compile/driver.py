@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
 from .meshes import Layout, arranged, check_layout, default_chunk
 from .order import order_collectives
 from .origins import Origins, source_of
+from .packages import package_lines, packages_of
 from .passes import bytes_only, weight_name
 from .phases import (
     Bucket,
@@ -332,18 +333,23 @@ def build_pieces(
 ) -> dict[str, Piece]:
     """Every distinct piece of a bucket, traced and converted; see `build_graph`."""
     with clock.step("trace"):
-        if rules is None:
-            captured = capture_pieces(request.config, b)
-        else:
-            sharded = capture_sharded_pieces(request.config, b, rules)
-            captured = {name: piece.captured for name, piece in sharded.items()}
-        captured = {name: quantise_caches(c, request.kv_dtype) for name, c in captured.items()}
+        captured = captured_pieces(request, b, rules)
     first = {use.part: use for use in reversed(uses(request.config, b))}
     with clock.step("convert"):
         return {
             name: convert_piece(name, c, request.target, host, prototypes, request.weights_of(first[name], rules))
             for name, c in captured.items()
         }
+
+
+def captured_pieces(request: Request, b: Bucket, rules: Rules | None = None) -> dict[str, Captured]:
+    """Every distinct piece of a bucket, traced."""
+    if rules is None:
+        captured = capture_pieces(request.config, b)
+    else:
+        sharded = capture_sharded_pieces(request.config, b, rules)
+        captured = {name: piece.captured for name, piece in sharded.items()}
+    return {name: quantise_caches(c, request.kv_dtype) for name, c in captured.items()}
 
 
 def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
@@ -459,6 +465,7 @@ class Compiled:
             [
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
                 *mesh_lines(m),
+                *package_lines(m),
                 f"graphs    {'; '.join(shapes)}",
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
@@ -652,6 +659,7 @@ def make_manifest(
             for part, choices in g.choices.items()
             for choice in choices
         ],
+        "packages": [needed.to_json() for needed in packages_of(types_of(graphs))],
         "assumptions": list(c.assumptions),
         "unproved": unproved(graphs),
     }
@@ -664,18 +672,29 @@ def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, byte
     return stage_entry(request.layout, g.bucket, g.model, entry, g.stage)
 
 
+def types_of(graphs: Iterable[Graph]) -> set[str]:
+    """Operator types of some graphs."""
+    return {op.type for g in graphs for op in g.model.graph[0].op}
+
+
 def unproved(graphs: list[Graph]) -> list[str]:
     """What no CPU can show of these graphs, in words."""
-    types = {op.type for g in graphs for op in g.model.graph[0].op}
+    types = types_of(graphs)
     own = sorted(name for name in types if name in ROWS and ROWS[name].provider == "own")
     ours = (
         [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
     )
     tiled = any(is_tiled(op.output_desc[0]) for g in graphs for op in g.model.graph[0].op if op.type == "Data")
     rows = "KvQuantSparseFlashAttention" in types
+    theirs = sorted(name for name in types if name in ROWS and ROWS[name].provider == "vllm-ascend")
+    ours += [f"{', '.join(theirs)}: {AS_NODES}"] if theirs else []
     return [*UNPROVED, *ours, *([TILED] if tiled else []), *([QUANTISED_ROWS] if rows else [])]
 
 
+AS_NODES = (
+    "operators of vllm-ascend's package, which has to be installed. They have run on devices, called one by one; that "
+    "they run as nodes of a graph that GE compiles nobody has said."
+)
 TILED = "Packed experts lie in tiles (FRACTAL_NZ) as documents say; no device has read them so."
 UNPROVED = [
     "No graph was compiled by GE or run on an NPU: operator prototypes, dtypes, shapes and limits were checked against "

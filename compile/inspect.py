@@ -1,6 +1,7 @@
 """`kimi-graph inspect`: what is in a bundle, for a reader and for a program."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,19 @@ from . import air
 from .bundle import SOURCES, Bundle, as_written, caches_text, open_bundle, read_json
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .mesh_manifest import collective_lines, mesh_lines
+from .order import Overlap, overlap_kinds
 from .origins import Origins, source_of
+from .packages import package_lines
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a bundle holds."""
+    """What a bundle holds. `overlaps`: of each graph of a mesh, by its name."""
 
     bundle: Bundle
+    overlaps: Mapping[str, Sequence[Overlap]] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
@@ -28,7 +32,8 @@ class Contents:
         return f"bundle of {m['model']['name']} for {m['target']['name']}: {len(m['graphs'])} graphs"
 
     def to_json(self) -> Any:
-        return {**self.bundle.manifest, "bytes": sizes(self.bundle)}
+        found = {name: [asdict(kind) for kind in kinds] for name, kinds in self.overlaps.items()}
+        return {**self.bundle.manifest, "bytes": sizes(self.bundle), **({"overlaps": found} if found else {})}
 
     def text(self) -> str:
         m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
@@ -38,6 +43,7 @@ class Contents:
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
+            *package_lines(m),
             *mesh_lines(m),
             *_rules_lines(m),
             *_rank_lines(m),
@@ -47,7 +53,7 @@ class Contents:
             + caches_text(s),
         ]
         for g in m["graphs"]:
-            lines += ["", *_graph_lines(g)]
+            lines += ["", *_graph_lines(g, self.overlaps.get(g["name"], ()))]
         for title, points in (
             ("chosen", _choice_lines(m)),
             ("assumed", m["assumptions"]),
@@ -62,16 +68,15 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
     """Which operator does what in which kind of layer, and why; each once, with the graphs it is in."""
     graphs: dict[tuple[str, ...], list[str]] = {}
     for c in manifest["choices"]:
-        graphs.setdefault((c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["reason"]), []).append(
-            c["graph"]
-        )
+        said = (c["part"].rstrip("0123456789"), c["kind"], c["operator"], c["provider"], c["reason"])
+        graphs.setdefault(said, []).append(c["graph"])
     return [
-        f"{part}: {kind}: {operator} ({reason}) in {', '.join(dict.fromkeys(where))}"
-        for (part, kind, operator, reason), where in graphs.items()
+        f"{part}: {kind}: {operator} ({provider}; {reason}) in {', '.join(dict.fromkeys(where))}"
+        for (part, kind, operator, provider, reason), where in graphs.items()
     ]
 
 
-def _graph_lines(g: dict[str, Any]) -> list[str]:
+def _graph_lines(g: dict[str, Any], overlaps: Sequence[Overlap]) -> list[str]:
     nodes = sum(g["ops"].values())
     size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{g['rows']} rows x {g['tokens']} tokens"
     head = f"{g['name']}: {size}, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
@@ -80,12 +85,26 @@ def _graph_lines(g: dict[str, Any]) -> list[str]:
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))
     lines = [head, f"  inputs   {inputs}", f"  outputs  {outputs}"]
     if "stage" in g:
-        lines += collective_lines(g)
+        lines += [*collective_lines(g), *_overlap_lines(overlaps)]
     cells = [f"{count:>6} {name}" for name, count in counts]
     width = max(map(len, cells)) + 2
     columns = max(1, 96 // width)
     for start in range(0, len(cells), columns):
         lines.append("  " + "".join(cell.ljust(width) for cell in cells[start : start + columns]).rstrip())
+    return lines
+
+
+def _overlap_lines(kinds: Sequence[Overlap]) -> list[str]:
+    """How many collectives travel while something heavy may run, and what, by the edges of the graph."""
+    if not kinds:
+        return []
+    covered, count = sum(k.covered for k in kinds), sum(k.count for k in kinds)
+    lines = [
+        f"  overlap  {covered:,} of {count:,} collectives travel while something heavy runs that no edge ties to them"
+    ]
+    for k in (k for k in kinds if k.covered):
+        beside = ", ".join(f"{type_} ({n:,})" for type_, n in k.beside.items())
+        lines.append(f"  {k.covered:>6} {k.type} of {k.part}: {beside}")
     return lines
 
 
@@ -189,9 +208,9 @@ def inspect_bundle(folder: Path) -> Contents:
     """What a bundle holds. Raises BundleError where it is not one, or a graph's file is not what the manifest says."""
     bundle = open_bundle(folder)
     with as_written(folder):
-        for entry in bundle.manifest["graphs"]:
-            bundle.graph_bytes(entry)
-        found = Contents(bundle)
+        files = {entry["name"]: (bundle.graph_bytes(entry), entry["file"]) for entry in bundle.manifest["graphs"]}
+        mesh = files if bundle.manifest["mesh"] is not None else {}
+        found = Contents(bundle, {name: overlap_kinds(air.from_bytes(*file)) for name, file in mesh.items()})
         str((found.text(), found.summary))  # whatever they need is there
     return found
 

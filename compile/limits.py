@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,14 @@ from .view import Node, View
 
 Fault = tuple[str, str, str]
 Shape = tuple[int, ...]
+
+
+class Met(NamedTuple):
+    """A limit that holds, with its numbers: what `kimi-graph ops` shows, and checks pass over."""
+
+    found: str
+    expected: str
+
 
 POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128)
 BF16, F16, F32 = (DTYPES[name].proto for name in ("BF16", "F16", "F32"))
@@ -76,8 +84,14 @@ class Use:
             return None
 
 
-Limit = Callable[[Use], Iterator[Fault]]
+Limit = Callable[[Use], Iterator[Fault | Met]]
 LIMITS: dict[str, Limit] = {}
+
+
+def faults_of(use: Use) -> Iterator[Fault]:
+    """What a node breaks of its operator's limits."""
+    if use.node.type in LIMITS:
+        yield from (found for found in LIMITS[use.node.type](use) if not isinstance(found, Met))
 
 
 def limit(*types: str) -> Callable[[Limit], Limit]:
@@ -96,14 +110,23 @@ def expect(what: str, found: Any, expected: Any, hint: str = "") -> Iterator[Fau
         yield f"{what} is {_text(found)}", _text(expected), hint
 
 
-def at_most(what: str, found: int, most: int, hint: str = "") -> Iterator[Fault]:
-    if found > most:
-        yield f"{what} is {found:,}", f"at most {most:,}", hint
+def within(what: str, found: Any, holds: bool, expected: str, hint: str = "") -> Iterator[Fault | Met]:
+    """A fault where a number does not hold; where it does, that it does."""
+    words = f"{what} is {_text(found)}"
+    yield Met(words, expected) if holds else (words, expected, hint)
 
 
-def one_of(what: str, found: Any, legal: Sequence[Any], hint: str = "") -> Iterator[Fault]:
-    if found not in legal:
-        yield f"{what} is {_text(found)}", "one of " + ", ".join(map(str, legal)), hint
+def at_most(what: str, found: int, most: int, hint: str = "") -> Iterator[Fault | Met]:
+    yield from within(what, f"{found:,}", found <= most, f"at most {most:,}", hint)
+
+
+def one_of(what: str, found: Any, legal: Sequence[Any], hint: str = "") -> Iterator[Fault | Met]:
+    yield from within(what, found, found in legal, "one of " + ", ".join(map(str, legal)), hint)
+
+
+def exactly(what: str, found: Any, expected: Any, hint: str = "") -> Iterator[Fault | Met]:
+    """`expect` of a number that a reader wants to see."""
+    yield from within(what, found, found == expected, _text(expected), hint)
 
 
 def _release(use: Use) -> tuple[int, ...]:
@@ -134,7 +157,7 @@ def _all_known(*shapes: Shape | None) -> bool:
 @limit("Add", "Sub", "Mul", "RealDiv", "FloorDiv", "Maximum", "Minimum", "Mod", "FloorMod", "Pow",
        "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "LogicalAnd", "LogicalOr", "Select",
        "SelectV2")  # fmt: skip
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     shapes = [d.shape for d in use.node.ins if d.shape is not None]
     together = _broadcast(*shapes)
     if together is None:
@@ -153,7 +176,7 @@ def _broadcast(*shapes: Shape) -> Shape | None:
 
 @limit("Neg", "Exp", "Log", "Sigmoid", "Tanh", "Rsqrt", "Sqrt", "Reciprocal", "Square", "Swish", "Abs", "SoftplusV2",
        "GeluV2", "Identity", "TensorMove", "Cumsum", "SoftmaxV2", "LogicalNot")  # fmt: skip
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("output", use.made("y"), use.shape("x"))
 
 
@@ -161,7 +184,7 @@ _PROTO_OF_GE = {d.ge: d.proto for d in Dtype}
 
 
 @limit("Cast")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("output", use.made("y"), use.shape("x"))
     made, number = use.node.output("y"), use.attr("dst_type")
     named = _PROTO_OF_GE.get(number)
@@ -173,7 +196,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("Reshape", "Squeeze", "Unsqueeze", "ExpandDims")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, y = use.shape("x"), use.made("y")
     if x is not None and y is not None and prod(x) != prod(y):
         yield f"{_text(x)} to {_text(y)}", "as many elements", ""
@@ -187,7 +210,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("StridedSliceV2")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     """Bounds inside the tensor: the operator cuts others to the size, which would hide a wrong one."""
     x, begin, end, axes, strides = use.shape("x"), *map(use.values, ("begin", "end", "axes", "strides"))
     if x is None or begin is None or end is None or axes is None or strides is None:
@@ -205,7 +228,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("ReduceSum", "ReduceMax", "ReduceMean")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, axes = use.shape("x"), use.values("axes")
     if x is None or not axes:
         return
@@ -218,7 +241,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("Transpose")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, perm = use.shape("x"), use.values("perm")
     if x is None or perm is None:
         return
@@ -229,7 +252,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("MatMul", "BatchMatMul")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x1, x2, y = use.shape("x1"), use.shape("x2"), use.made("y")
     if x1 is None or x2 is None:
         return
@@ -253,17 +276,17 @@ def _turned(x: Shape, transposed: bool) -> Shape:
 
 
 @limit("ConcatD", "ConcatV2", "Concat", "Pack")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("N", use.attr("N"), use.count("x"), "It counts the inputs.")
 
 
 @limit("Split", "SplitD", "SplitV", "SplitVD")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("num_split", use.attr("num_split"), len(use.node.outs), "It counts the outputs.")
 
 
 @limit("GatherV2")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, indices, axis = use.shape("x"), use.shape("indices"), use.values("axis")
     if x is not None and indices is not None and axis is not None and use.attr("batch_dims") == 0:
         if not -len(x) <= axis[0] < len(x):
@@ -274,7 +297,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("PadV3")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, sides = use.shape("x"), use.values("paddings")
     if x is None or sides is None:
         return
@@ -286,7 +309,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("Slice")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, starts, sizes = use.shape("x"), use.values("offsets"), use.values("size")
     if x is None or starts is None or sizes is None:
         return
@@ -297,7 +320,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("ScatterNdUpdate")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     var, indices, updates = use.shape("var"), use.shape("indices"), use.shape("updates")
     if var is None or indices is None:
         return
@@ -311,7 +334,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("RmsNorm")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, gamma = use.shape("x"), use.shape("gamma")
     if x is not None and gamma is not None and x[len(x) - len(gamma) :] != gamma:
         yield f"gamma is {_text(gamma)} for x {_text(x)}", "the last dims of x", ""
@@ -323,7 +346,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("LayerNormV4")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, dims = use.shape("x"), use.values("normalized_shape")
     if x is None or not dims:
         return
@@ -340,7 +363,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("SwiGlu", "SituGlu")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, y = use.shape("x"), use.made("y")
     if x is None or not x:
         return
@@ -357,7 +380,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("MoeGatingTopK")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     if faults := _ranks(use, x=2, bias=1):
         yield from faults
         return
@@ -379,16 +402,14 @@ def _(use: Use) -> Iterator[Fault]:
     )
     if size <= use.attr("group_select_mode"):
         yield f"{size} experts in a group", f"more than group_select_mode ({use.attr('group_select_mode')})", ""
-    if not 1 <= kept <= groups:
-        yield f"k_group is {kept}", f"1 to group_count ({groups})", ""
-    if not 1 <= k <= size * kept:
-        yield f"k is {k}", f"1 to {size * kept}, the experts of {kept} groups", ""
+    yield from within("k_group", kept, 1 <= kept <= groups, f"1 to group_count ({groups})")
+    yield from within("k", k, 1 <= k <= size * kept, f"1 to {size * kept}, the experts of {kept} groups")
     yield from expect("y", use.made("y"), (rows, k))
     yield from expect("expert_idx", use.made("expert_idx"), (rows, k))
 
 
 @limit("MoeInitRoutingV3")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     if faults := _ranks(use, x=2, expert_idx=2):
         yield from faults
         return
@@ -426,7 +447,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("MoeDistributeDispatchV2", "MoeDistributeCombineV2")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     sends = use.node.type == "MoeDistributeDispatchV2"
     rows, chosen = use.shape("x" if sends else "expand_x"), use.shape("expert_ids")
     ways, total, own = use.attr("ep_world_size"), use.attr("moe_expert_num"), use.attr("ep_rank_id")
@@ -456,7 +477,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("GroupedMatmul")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     xs, weights = use.count("x"), use.count("weight")
     if not xs or not weights:
         yield f"{xs} tensors in x and {weights} in weight", "at least one of each", ""
@@ -478,7 +499,7 @@ def _(use: Use) -> Iterator[Fault]:
             yield from at_most(f"the last dim of {name}", last, 65535)
 
 
-def _rows_in_groups(use: Use) -> Iterator[Fault]:
+def _rows_in_groups(use: Use) -> Iterator[Fault | Met]:
     """group_type 0: rows of x, cut into groups, each times a weight of its own."""
     if not use.given("group_list"):
         yield "group_type 0 without group_list", "the size of each group", ""
@@ -512,7 +533,7 @@ _SCENARIOS = {
 }
 
 
-def _packed_groups(use: Use) -> Iterator[Fault]:
+def _packed_groups(use: Use) -> Iterator[Fault | Met]:
     """Scales of quantised weights: there, and as many as the scenario has."""
     x, weight = (Dtype.of_proto(use.dtype(name) or 0).name for name in ("x0", "weight0"))
     given = tuple(name for name in ("scale", "antiquant_scale") if use.count(name))
@@ -549,7 +570,7 @@ def _packed_groups(use: Use) -> Iterator[Fault]:
 
 
 @limit("DynamicMxQuant")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("blocksize", use.attr("blocksize"), (32,))
     yield from one_of("scale_alg", use.attr("scale_alg"), (0, 1))
     x = use.shape("x")
@@ -559,7 +580,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("DynamicBlockQuant")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, new = use.shape("x"), use.target.soc == "950"
     yield from one_of("row_block_size", use.attr("row_block_size"), (1, 128, 256, 512) if new else (1, 128))
     yield from one_of("dst_type", use.attr("dst_type"), (2, 34, 35, 36) if new else (2,))
@@ -572,7 +593,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("MoeFinalizeRoutingV2")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     mode = use.attr("drop_pad_mode")
     yield from one_of("drop_pad_mode", mode, (0, 1, 2, 3))
     if use.given("x2") and not use.given("x1"):
@@ -599,7 +620,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("ScatterPaKvCache")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     mode, scatter = use.attr("cache_mode"), use.attr("scatter_mode")
     yield from one_of("cache_mode", mode, ("Norm", "PA_NZ"))
     if scatter == "NHSD" and use.target.soc == "950":
@@ -648,7 +669,7 @@ def _query(use: Use, layout: str, shape: Shape) -> _Heads | None:
 
 
 @limit("FusedInferAttentionScore")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     query, layout = use.shape("query"), use.attr("input_layout").split("_")[0]
     yield from one_of("input_layout", layout, ("BSH", "BSND", "BNSD", "TND", "NTD"))
     if query is None:
@@ -667,9 +688,10 @@ def _(use: Use) -> Iterator[Fault]:
         yield f"{heads} heads and {kv_heads} key heads", "a multiple", ""
     yield from at_most("the width of query", q.width, 512)
     yield from at_most("the number of heads", heads, 256)
-    if q.width % 16 and use.dtype("query") in (BF16, F16):
+    if use.dtype("query") in (BF16, F16):
         nearest = -(-q.width // 16) * 16
-        yield f"the width of query is {q.width}", "a multiple of 16", f"Pad it with zeros to {nearest}."
+        hint = f"Pad it with zeros to {nearest}."
+        yield from within("the width of query", q.width, q.width == nearest, "a multiple of 16", hint)
     yield from expect("attention_out", use.made("attention_out"), _attention_out(use, query))
     if use.dtype("key0") in (BF16, F16) and use.dtype("key0") != use.dtype("query"):
         yield "query and key differ in dtype", "one dtype", ""
@@ -690,7 +712,7 @@ def _attention_out(use: Use, query: Shape) -> Shape | None:
     return (*query[:-1], value[-1])
 
 
-def _rope(use: Use, q: _Heads) -> Iterator[Fault]:
+def _rope(use: Use, q: _Heads) -> Iterator[Fault | Met]:
     query, key = use.shape("query"), use.shape("key0")
     for name, like in (("query_rope", query), ("key_rope", key)):
         other = "key_rope" if name == "query_rope" else "query_rope"
@@ -703,7 +725,7 @@ def _rope(use: Use, q: _Heads) -> Iterator[Fault]:
         yield from one_of("the width of query with query_rope", q.width, (128, 512), "Expanded 128, absorbed 512.")
 
 
-def _mask(use: Use) -> Iterator[Fault]:
+def _mask(use: Use) -> Iterator[Fault | Met]:
     """Modes 2 to 4 read one compressed mask of 2,048 by 2,048."""
     mode, mask = use.attr("sparse_mode"), use.shape("atten_mask")
     yield from one_of("sparse_mode", mode, (0, 1, 2, 3, 4, 9))
@@ -714,14 +736,14 @@ def _mask(use: Use) -> Iterator[Fault]:
             yield f"atten_mask is {_text(mask)} in sparse_mode {mode}", "[2048, 2048]", ""
 
 
-def _pages(use: Use, q: _Heads) -> Iterator[Fault]:
+def _pages(use: Use, q: _Heads) -> Iterator[Fault | Met]:
     """A paged cache: block_table, block_size and lengths go together."""
     size, table, key = use.attr("block_size"), use.shape("block_table"), use.shape("key0")
     if not use.given("block_table"):
         return
-    if size % 16 or not 16 <= size <= 1024:
-        nearest = min(1024, max(16, round(size / 16) * 16))
-        yield f"block_size is {size}", "a multiple of 16, at most 1,024", f"The nearest is {nearest}."
+    nearest = min(1024, max(16, round(size / 16) * 16))
+    hint = f"The nearest is {nearest}."
+    yield from within("block_size", size, size == nearest, "a multiple of 16, at most 1,024", hint)
     if not use.given("actual_seq_lengths_kv"):
         yield "block_table without actual_seq_lengths_kv", "the length of each sequence", ""
     if table is not None and use.attr("input_layout")[0] == "B":
@@ -732,7 +754,7 @@ def _pages(use: Use, q: _Heads) -> Iterator[Fault]:
         yield from expect("the page size in key", found, size, hint)
 
 
-def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault]:
+def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault | Met]:
     """MLA over the latent cache: query of 512 channels, one key head."""
     if _release(use) < (9, 2):
         yield from one_of(
@@ -751,7 +773,7 @@ def _absorbed(use: Use, q: _Heads, heads: int, kv_heads: int) -> Iterator[Fault]
 
 
 @limit("RotaryPositionEmbedding")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, cos, mode = use.shape("x"), use.shape("cos"), use.attr("mode")
     yield from one_of("mode", mode, (0, 1, 2, 3) if use.target.soc == "950" else (0, 1))
     yield from expect("sin", use.shape("sin"), cos, "As cos.")
@@ -765,7 +787,7 @@ def _(use: Use) -> Iterator[Fault]:
         return
     if len(x) == 3 and _release(use) < (9, 1):
         yield f"x of 3 dims in CANN {use.target.cann}", "4 dims", "3 dims are taken from CANN 9.1 on."
-    yield from expect("the width of cos", cos[-1], x[-1], "Each angle once for every channel.")
+    yield from exactly("the width of cos", cos[-1], x[-1], "Each angle once for every channel.")
     if x[-1] % (4 if mode == 2 else 2):
         yield f"the width of x is {x[-1]}", "an even number" if mode != 2 else "a multiple of 4", ""
     if use.target.soc == "950":
@@ -788,7 +810,7 @@ def _(use: Use) -> Iterator[Fault]:
 NO_WINDOW = 2**63 - 1
 
 
-def _paged_rows(use: Use, key: str, lengths: str) -> Iterator[Fault]:
+def _paged_rows(use: Use, key: str, lengths: str) -> Iterator[Fault | Met]:
     """What a cache of `[pages, page, 1, width]` needs, for a query of [B, T, heads, width]."""
     query, pool, table = use.shape("query"), use.shape(key), use.shape("block_table")
     for name in ("block_table", lengths):
@@ -796,8 +818,8 @@ def _paged_rows(use: Use, key: str, lengths: str) -> Iterator[Fault]:
             yield f"a paged cache without {name}", "both it and the lengths", ""
     if pool is not None:
         yield from expect(f"heads of {key}", pool[2], 1)
-        if pool[1] % 16 or not 16 <= pool[1] <= 1024:
-            yield f"the page size is {pool[1]}", "a multiple of 16, at most 1,024", ""
+        legal = pool[1] % 16 == 0 and 16 <= pool[1] <= 1024
+        yield from within("the page size", pool[1], legal, "a multiple of 16, at most 1,024")
     if query is None:
         return
     for name in ("actual_seq_lengths_query", lengths):
@@ -805,13 +827,13 @@ def _paged_rows(use: Use, key: str, lengths: str) -> Iterator[Fault]:
     yield from expect("rows of block_table", None if table is None else table[0], query[0])
 
 
-def _no_window(use: Use) -> Iterator[Fault]:
+def _no_window(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("sparse_mode", use.attr("sparse_mode"), (0, 3))
     for name in ("pre_tokens", "next_tokens"):
         yield from expect(name, use.attr(name), NO_WINDOW)
 
 
-def _index_heads(use: Use, heads: int) -> Iterator[Fault]:
+def _index_heads(use: Use, heads: int) -> Iterator[Fault | Met]:
     if use.target.soc == "950":
         yield from one_of("the number of index heads", heads, (8, 16, 24, 32, 64), "Pad with heads of weight zero.")
     elif _release(use) < (9, 1):
@@ -821,14 +843,14 @@ def _index_heads(use: Use, heads: int) -> Iterator[Fault]:
 
 
 @limit("LightningIndexer")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
     yield from one_of("layout_key", use.attr("layout_key"), ("PA_BSND", "BSND", "TND"))
     yield from _no_window(use)
     count, old = use.attr("sparse_count"), _release(use) < (9, 1)
-    if not (1 <= count <= 2048 or (not old and count % 1024 == 0 and count <= 8192)):
-        expected = "1 to 2,048" + ("" if old else ", or a multiple of 1,024 up to 8,192")
-        yield f"sparse_count is {count}", expected, ""
+    legal = 1 <= count <= 2048 or (not old and count % 1024 == 0 and count <= 8192)
+    expected = "1 to 2,048" + ("" if old else ", or a multiple of 1,024 up to 8,192")
+    yield from within("sparse_count", count, legal, expected)
     if use.dtype("weights") == F32 and (use.target.soc == "950" or old):
         yield "weights are F32", "the dtype of query", "A2 and A3 take F32 from CANN 9.1 on, 950 does not."
     elif use.dtype("weights") not in (use.dtype("query"), F32):
@@ -845,7 +867,7 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or key is None:
         return
     rows, tokens, heads, width = query
-    yield from expect("the width of query and key", (width, key[3]), (128, 128))
+    yield from exactly("the width of query and key", (width, key[3]), (128, 128))
     yield from expect("weights", use.shape("weights"), query[:3])
     yield from _index_heads(use, heads)
     yield from expect("sparse_indices", use.made("sparse_indices"), (rows, tokens, 1, count))
@@ -853,7 +875,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("SparseFlashAttention")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
     yield from one_of("layout_kv", use.attr("layout_kv"), ("PA_BSND", "BSND", "TND"))
     yield from _no_window(use)
@@ -875,7 +897,7 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or key is None:
         return
     heads = query[2]
-    yield from expect("the width of query and key", (query[3], key[3]), (512, 512))
+    yield from exactly("the width of query and key", (query[3], key[3]), (512, 512))
     yield from expect("value", use.shape("value"), key)
     yield from expect("query_rope", use.shape("query_rope"), (*query[:3], 64))
     yield from expect("key_rope", use.shape("key_rope"), (*key[:3], 64))
@@ -899,7 +921,7 @@ CACHE_ROW = 512 + 2 * 64 + 4 * 512 // TILE  # bytes: latents, rope channels of 1
 
 
 @limit("DynamicQuant")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, made, number = use.shape("x"), use.node.output("y"), use.attr("dst_type")
     if x is not None and len(x) < 2:
         yield f"x is {_text(x)}", "2 dims or more", ""
@@ -915,7 +937,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("Bitcast")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     """The same bytes: where the new dtype is narrower a dimension more, of as many as make one of the old."""
     x, y, made = use.node.input("x"), use.node.output("y"), use.attr("type")
     if x is None or y is None or x.shape is None or y.shape is None or not x.dtype or not y.dtype:
@@ -935,15 +957,14 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("QuantLightningIndexer")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
     yield from one_of("layout_key", use.attr("layout_key"), ("PA_BSND", "BSND", "TND"))
     yield from _no_window(use)
     for name in ("query_quant_mode", "key_quant_mode"):
         yield from expect(name, use.attr(name), 0, "By token and head is the one mode there is.")
     count = use.attr("sparse_count")
-    if not 1 <= count <= 2048:
-        yield f"sparse_count is {count}", "1 to 2,048", ""
+    yield from within("sparse_count", count, 1 <= count <= 2048, "1 to 2,048")
     dtypes = (use.dtype("query"), use.dtype("weights"), use.dtype("query_dequant_scale"))
     if None not in dtypes and dtypes not in INDEXED:
         found, *legal = (" ".join(SHORT.get(d or 0, "-") for d in some) for some in (dtypes, *INDEXED))
@@ -959,7 +980,7 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or key is None:
         return
     rows, tokens, heads, width = query
-    yield from expect("the width of query and key", (width, key[3]), (128, 128))
+    yield from exactly("the width of query and key", (width, key[3]), (128, 128))
     for name in ("weights", "query_dequant_scale"):
         yield from expect(name, use.shape(name), query[:3])
     yield from expect("key_dequant_scale", use.shape("key_dequant_scale"), key[:3])
@@ -968,7 +989,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("KvQuantSparseFlashAttention")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     yield from one_of("layout_query", use.attr("layout_query"), ("BSND", "TND"))
     yield from one_of("layout_kv", use.attr("layout_kv"), ("PA_BSND", "BSND", "TND"))
     yield from _no_window(use)
@@ -989,7 +1010,7 @@ def _(use: Use) -> Iterator[Fault]:
     yield from _paged_rows(use, "key", "actual_seq_lengths_kv")
     if query is None or key is None:
         return
-    yield from expect("the width of query and key", (query[3], key[3]), (576, CACHE_ROW))
+    yield from exactly("the width of query and key", (query[3], key[3]), (576, CACHE_ROW))
     yield from expect("value", use.shape("value"), key)
     indices = use.shape("sparse_indices")
     yield from expect("sparse_indices", None if indices is None else indices[:3], (*query[:2], 1))
@@ -1002,7 +1023,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("RecurrentGatedDeltaRule")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     ranks = {"query": 3, "key": 3, "value": 3, "beta": 2, "state": 4, "actual_seq_lengths": 1, "ssm_state_indices": 1}
     if faults := _ranks(use, **ranks, g=2, gk=3, num_accepted_tokens=1):
         yield from faults
@@ -1011,8 +1032,11 @@ def _(use: Use) -> Iterator[Fault]:
     if query is None or value is None or state is None:
         return
     (tokens, nk, dk), (_, nv, dv) = query, value
-    if use.dtype("state") == F32 and _release(use) < (9, 2):
-        yield f"state is F32 in CANN {use.target.cann}", "BF16", "A float32 state is taken from CANN 9.2 on."
+    if use.dtype("state") == F32:
+        old = _release(use) < (9, 2)
+        held = f"F32 in CANN {use.target.cann}"
+        hint = "A float32 state is taken from CANN 9.2 on."
+        yield from within("state", held, not old, "BF16" if old else "BF16 or F32", hint)
     yield from expect("key", use.shape("key"), query)
     yield from expect("tokens of value", value[0], tokens)
     yield from expect("beta", use.shape("beta"), (tokens, nv))
@@ -1030,7 +1054,54 @@ def _(use: Use) -> Iterator[Fault]:
     yield from _short_sequences(use, tokens)
 
 
-def _short_sequences(use: Use, tokens: int) -> Iterator[Fault]:
+@limit("RecurrentKda")
+def _(use: Use) -> Iterator[Fault | Met]:
+    """Sources: the operator's API document and its tiling in vllm-ascend (August 2026)."""
+    yield from one_of("layout", use.attr("layout"), ("BSND", "TND"))
+    packed = use.attr("layout") == "TND"
+    ranks = {"query": 4, "key": 4, "value": 4, "gate": 4, "beta": 3}
+    ranks = {name: n - packed for name, n in ranks.items()} | {"initial_state": 4, "cu_seqlens": 1}
+    if faults := _ranks(use, **ranks):
+        yield from faults
+        return
+    query, value, state = use.shape("query"), use.shape("value"), use.shape("initial_state")
+    if query is None or value is None or state is None:
+        return
+    (*tokens, nk, dk), (*_, nv, dv) = query, value
+    yield from expect("key", use.shape("key"), query)
+    yield from expect("tokens of value", value[:-2], tuple(tokens))
+    yield from expect("gate", use.shape("gate"), (*tokens, nv, dk))
+    yield from expect("beta", use.shape("beta"), (*tokens, nv))
+    yield from exactly("the key width", dk, 128)
+    yield from one_of("the value width", dv, (128, 256))
+    yield from at_most("the number of value heads", nv, 256)
+    yield from within("the number of value heads", nv, nv % nk == 0, f"a multiple of the {nk} key heads")
+    if not use.attr("state_v_first"):
+        yield "state_v_first is false", "true: a state is [slots, value heads, value, key]", ""
+    yield from expect("initial_state", state[1:], (nv, dv, dk), "It is [slots, value heads, value, key].")
+    starts, slots = use.shape("cu_seqlens"), use.shape("ssm_state_indices")
+    rows = starts[0] - 1 if starts else (1 if packed else tokens[0])
+    count = prod(tokens)
+    yield from within("the number of tokens", count, count <= 8 * rows, f"at most 8 of each of {rows} sequences")
+    if slots is None:
+        yield from expect("slots of initial_state without ssm_state_indices", state[0], rows)
+    elif not (len(slots) == 1 and slots[0] >= count) and not (len(slots) == 2 and slots[0] == rows):
+        yield f"ssm_state_indices is {_text(slots)}", f"[{count}] or [{rows}, steps]", ""
+    yield from expect("A_log", use.shape("A_log"), (nv,))
+    if use.shape("dt_bias") not in (None, (nv * dk,), (nv, dk)):
+        yield f"dt_bias is {_text(use.shape('dt_bias'))}", f"[{nv}, {dk}] or [{nv * dk}]", ""
+    if use.attr("use_gate_in_kernel") and not use.given("A_log"):
+        yield "use_gate_in_kernel without A_log", "the rates' logarithms", ""
+    if use.attr("safe_gate"):
+        bound = use.attr("lower_bound")
+        yield from within("lower_bound", bound, -5.0 <= bound < 0.0, "from -5 to below 0")
+    if not use.attr("use_gate_in_kernel") and (use.given("A_log") or use.given("dt_bias") or use.attr("safe_gate")):
+        yield "A_log, dt_bias or safe_gate without use_gate_in_kernel", "none", ""
+    yield from expect("attn_out", use.made("attn_out"), value)
+    yield from expect("final_state", use.made("final_state"), state)
+
+
+def _short_sequences(use: Use, tokens: int) -> Iterator[Fault | Met]:
     lengths, rows = use.values("actual_seq_lengths"), use.shape("actual_seq_lengths")
     if lengths is not None and (min(lengths, default=1) < 1 or max(lengths, default=1) > 8 or sum(lengths) != tokens):
         yield f"actual_seq_lengths are {lengths[:8]} for {tokens} tokens", f"1 to 8 each, {tokens} in all", ""
@@ -1039,7 +1110,7 @@ def _short_sequences(use: Use, tokens: int) -> Iterator[Fault]:
 
 
 @limit("CausalConv1d")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     weight, states, x = use.shape("weight"), use.shape("conv_states"), use.shape("x")
     if weight is None or states is None or x is None:
         return
@@ -1051,12 +1122,18 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("channels of x and conv_states", (x[-1], states[-1]), (channels, channels))
     if states[1] < taps - 1:
         yield f"conv_states keeps {states[1]} tokens", f"at least {taps - 1}", ""
-    if channels % 16 or not 64 <= channels <= 16384:
-        yield f"{channels} channels", "a multiple of 16 from 64 to 16,384", ""
+    legal = channels % 16 == 0 and 64 <= channels <= 16384
+    yield from within("the number of channels", channels, legal, "a multiple of 16 from 64 to 16,384")
+
+
+@limit("SituMul")
+def _(use: Use) -> Iterator[Fault | Met]:
+    yield from expect("up", use.shape("up"), use.shape("gate"))
+    yield from expect("y", use.made("y"), use.shape("gate"))
 
 
 @limit("GatedRmsNorm")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, weight = use.shape("x"), use.shape("weight")
     yield from expect("gate", use.shape("gate"), x)
     yield from expect("weight", weight, None if x is None else x[-1:])
@@ -1064,7 +1141,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("ShortConv")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     x, weight, window = use.shape("x"), use.shape("weight"), use.shape("window")
     if x is None or weight is None or window is None:
         return
@@ -1077,8 +1154,33 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("y", use.made("y"), x)
 
 
+@limit("KdaStep")
+def _(use: Use) -> Iterator[Fault | Met]:
+    if faults := _ranks(use, q=4, k=4, v=4, decay=4, beta=3, memory=4):
+        yield from faults
+        return
+    q, v, memory = use.shape("q"), use.shape("v"), use.shape("memory")
+    if q is None or v is None or memory is None:
+        return
+    yield from exactly("the number of tokens of a row", q[1], 1)
+    yield from expect("k", use.shape("k"), q)
+    yield from expect("v", v[:3], q[:3])
+    yield from expect("decay", use.shape("decay"), q)
+    yield from expect("beta", use.shape("beta"), q[:3])
+    yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
+    yield from expect("slots", use.shape("slots"), q[:1])
+    for name, width in (("key", q[3]), ("value", v[3])):
+        legal = width % 16 == 0 and 16 <= width <= 256
+        yield from within(f"the {name} width", width, legal, "a multiple of 16 from 16 to 256")
+    yield from expect("bias", use.shape("bias"), (q[2], q[3]))
+    yield from expect("log_rate", use.shape("log_rate"), (q[2],))
+    if use.given("bias") != use.given("log_rate"):
+        yield "one of bias and log_rate", "both or neither", ""
+    yield from expect("o", use.made("o"), v)
+
+
 @limit("KdaChunk")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     if faults := _ranks(use, q=4, k=4, v=4, decay=4, beta=3, memory=4):
         yield from faults
         return
@@ -1095,7 +1197,7 @@ def _(use: Use) -> Iterator[Fault]:
 
 
 @limit("AttnResMix")
-def _(use: Use) -> Iterator[Fault]:
+def _(use: Use) -> Iterator[Fault | Met]:
     sources = [d.shape for d in use.node.ins if d.name.startswith("sources")]
     if not sources:
         yield "no sources", "at least one", ""
@@ -1108,6 +1210,6 @@ def _(use: Use) -> Iterator[Fault]:
     yield from expect("y", use.made("y"), sources[0])
 
 
-def _rows(use: Use, batch: int) -> Iterator[Fault]:
+def _rows(use: Use, batch: int) -> Iterator[Fault | Met]:
     for name in ("slots", "lengths", "counts"):
         yield from expect(name, use.shape(name), (batch,))

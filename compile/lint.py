@@ -6,6 +6,7 @@ One function per proof; each says what it has proved, or the first thing that is
 * graphs: every graph against operator prototypes, limits and rules (`checks`).
 * groups: each group is in the manifest, has every rank of its stages once, and no more ranks than one stage has.
 * collectives: in each graph edges make one order of them; all ranks of a group issue the same ones with the same sizes.
+* sums: along every mesh axis; each is taken once, and before what is not linear (`sums`).
 * stages: what a stage reads an earlier one gives, with the same shape and dtype; no stage waits for a later one.
 """
 
@@ -16,17 +17,19 @@ from typing import Any
 
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError, KimiGraphError
+from kimi_graph.parallel import Mesh
 
 from . import air
-from .bundle import Bundle, open_bundle
+from .bundle import Bundle, as_written, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
 from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
-from .manifest import check_claims, is_weight
+from .manifest import check_claims, is_weight, target_of
+from .mesh_manifest import as_dims
 from .order import COLLECTIVE, order_collectives
 from .places import group_of
 from .prototypes import Prototypes
-from .targets import target
+from .sums import check_sums, weight_dims
 from .verify import bundle_config
 
 LOOSE = ("_", "input_layout_info", "output_layout_info")  # attributes that say nothing about what a node does
@@ -114,6 +117,7 @@ def lint_bundle(folder: Path, torchair: Path | None = None) -> LintReport:
         "graphs": lambda: _graphs(files, torchair),
         "groups": lambda: _groups(files),
         "collectives": lambda: _collectives(files),
+        "sums": lambda: _as_written(files, _sums),
         "stages": lambda: _stages(files),
     }
     return LintReport(tuple(_prove(name, proof) for name, proof in proofs.items()))
@@ -133,8 +137,7 @@ def _files(files: Files) -> str:
 
 
 def _graphs(files: Files, torchair: Path | None) -> str:
-    t = files.bundle.manifest["target"]
-    profile = target(t["name"], cann=t["cann"])
+    profile = target_of(files.bundle.manifest)
     prototypes, nodes = Prototypes(profile.soc, torchair), 0
     for name, model in files.models.items():
         ops = model.graph[0].op
@@ -145,7 +148,7 @@ def _graphs(files: Files, torchair: Path | None) -> str:
             check_graph(model, profile, prototypes, weights=weights, states=states)
         except KimiGraphError as error:
             raise BundleError(f"{name}: {error}") from None
-    return f"{nodes:,} nodes are what {t['name']} and CANN {t['cann']} take"
+    return f"{nodes:,} nodes are what {profile.name} and CANN {profile.cann} take"
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -236,6 +239,32 @@ def _told(op: OpDef | None) -> str:
     if op is None:
         return "its end"
     return f"{op.name} ({op.type} {get_attr(op, 'group')} {list(shape_of(op.input_desc[0]))})"
+
+
+def _as_written(files: Files, proof: Callable[[Files], str]) -> str:
+    """A proof that takes the manifest at its word."""
+    with as_written(files.bundle.folder):
+        return proof(files)
+
+
+def _sums(files: Files) -> str:
+    """Sums over ranks are taken once, before the first use that is not linear; what is whole is the same everywhere."""
+    manifest, count = files.bundle.manifest, 0
+    if manifest["mesh"] is None:
+        return "one rank, none"
+    sizes, plan = Mesh.parse(manifest["mesh"]["text"]).axes, files.bundle.weights["weights"]
+    states = {s["name"]: as_dims(s["over"]) for s in manifest["state"]["states"]}
+    for entry in files.graphs:
+        model = files.models[entry["name"]]
+        shapes = {op.name: shape_of(op.output_desc[0]) for op in model.graph[0].op if is_weight(op)}
+        weights = {name: weight_dims(plan[name], shape, sizes) for name, shape in shapes.items()}
+        given = {i["name"]: as_dims(i["over"]) for i in entry["inputs"]}
+        results = [(o["name"], as_dims(o["over"])) for o in entry["outputs"]]
+        try:
+            count += check_sums(model, given | weights | states, results)
+        except BundleError as error:
+            raise BundleError(f"{entry['name']}: {error}") from None
+    return f"{count:,} collectives: each sum is taken once, and before what is not linear"
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 
 from kimi_graph.errors import CompileError
+from kimi_graph.ops.offers import Offer
 
-from .ge_proto import Dtype, describe, describe_tiled, fill_attr
+from .ge_proto import Dtype, describe, describe_tiled, fill_attr, tensor_value
+from .prototypes import find
 from .recipe import Step
+from .targets import PROVIDERS_DEFAULT
 from .torchair_host import Host
 from .weight_formats import Packed
 
@@ -35,12 +38,19 @@ class Choice:
     Attributes:
         kind: what is computed, in words. operator: GE operator types. reason: in words.
         source: file and line of the layer that asked for it, "" where not known.
+        provider: whose operators they are, see `targets.PROVIDERS`.
     """
 
     kind: str
     operator: str
     reason: str
     source: str = ""
+    provider: str = "builtin"
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The operator types one by one."""
+        return tuple(self.operator.split(", "))
 
 
 Recipe = tuple[str, tuple[Step, ...]]  # a parameter, and the steps that make a weight of it
@@ -72,6 +82,7 @@ class Room:
         source: file and line of the call being lowered.
         transposed: by edge, the matrix it is the transpose of. reshaped: by edge, the value it is a Reshape of.
         placed: by edge, where copies of rows went that ranks share out (`parallel.experts`).
+        calls: by edge, the traced call whose only result it is: its name, and its arguments.
         extra_inputs: inputs that lowerings have added, by name.
         weights: see `Weights`.
         choices: what lowerings say they chose, in order, each once.
@@ -85,6 +96,7 @@ class Room:
     transposed: dict[str, Value] = field(default_factory=dict)
     reshaped: dict[str, Value] = field(default_factory=dict)
     placed: dict[str, Value] = field(default_factory=dict)
+    calls: dict[str, tuple[str, list[Any]]] = field(default_factory=dict)
     extra_inputs: dict[str, Value] = field(default_factory=dict)
     choices: dict[Choice, None] = field(default_factory=dict)
     weights: Weights = field(default_factory=Weights)
@@ -111,9 +123,41 @@ class Room:
         """Whether the graph is for this CANN release or a later one."""
         return version(self.cann) >= version(release)
 
-    def chose(self, kind: str, operator: str, reason: str) -> None:
+    def chose(self, kind: str, operator: str, reason: str, provider: str = "builtin") -> None:
         """Remember which operator was taken for what, and why; see `Choice`."""
-        self.choices.setdefault(Choice(kind, operator, reason, self.source))
+        self.choices.setdefault(Choice(kind, operator, reason, self.source, provider))
+
+    def serve(self, kind: str, offers: Sequence[Offer], *args: Any) -> Any:
+        """Lower by the first offer that can, in the order of the target's providers; by default, in the order given.
+
+        Raises:
+            CompileError: none can; why each cannot.
+        """
+        passed: list[str] = []
+        for offer in self._asked(offers):
+            why = self._not_there(offer) or offer.refuses(self, *args)
+            if not why:
+                self.chose(kind, offer.operator, "; ".join([offer.reason, *passed]), offer.provider)
+                return offer.make(self, *args)
+            passed.append(f"{offer.operator} of {offer.provider}: {why}")
+        left = sorted({o.provider for o in offers} - set(self.target.providers))
+        more = f" --providers does not name {', '.join(left)}, who might." if left else ""
+        raise CompileError(f"{kind}: nobody serves it ({'; '.join(passed) or 'nobody was asked'}).{more}")
+
+    def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
+        order: tuple[str, ...] = self.target.providers
+        asked = [offer for offer in offers if offer.provider in order]
+        return asked if order == PROVIDERS_DEFAULT else sorted(asked, key=lambda o: order.index(o.provider))
+
+    def _not_there(self, offer: Offer) -> str:
+        """Why the target has not an offer's operators; basic ones are everywhere."""
+        for type_ in offer.operator.split(", "):
+            found = find(type_)
+            if found is not None and self.soc not in found.socs:
+                return f"no kernel for {self.soc}"
+            if found is not None and not found.is_in(self.soc, self.cann):
+                return f"built in since CANN {found.since.split()[0]}, this is for {self.cann}"
+        return ""
 
     # ---- what is known of a value ----
 
@@ -160,7 +204,10 @@ class Room:
         return self.once(("Cast", x.tensor, dtype), make)
 
     def reshape(self, x: Value, shape: Sequence[int]) -> Value:
-        """`x` in another shape (no -1); itself where it has that shape. A Reshape of a Reshape is one."""
+        """`x` in another shape (no -1); itself where it has that shape. A Reshape of a Reshape is one.
+
+        Of a constant it is another constant.
+        """
         if x.meta is None:
             return self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
         x = self.reshaped.get(x.tensor, x)
@@ -168,6 +215,8 @@ class Room:
             return x
 
         def make() -> Value:
+            if x.node.type == "Const":  # no node works on constants alone
+                return self.const(tensor_value(x.node.attr["value"].t).reshape(tuple(shape)).tolist(), self.dtype(x))
             made = self.host.ge.Reshape(x, self.const(list(shape), torch.int64))
             self.reshaped[made.tensor] = x
             return self.mark(made, shape, self.dtype(x))
@@ -269,16 +318,92 @@ class Room:
         return {part: self._packed_input(parameter, p) for part, p in packed.items()}
 
     def _packed_input(self, parameter: str, p: Packed) -> Value:
-        name = ".".join([parameter, *(s.short() for s in p.steps if s.kind != "view")])
-        if name not in self.extra_inputs:
-            self.weights.made[name] = (parameter, p.steps)
-            made = self.extra_inputs[name] = self.input(name, p.shape, p.dtype.held)
+        def describe_it(made: Value) -> None:
             node, dtype = made.node, p.dtype
             for desc in (*node.input_desc, *node.output_desc):
                 describe_tiled(desc, p.shape, dtype) if p.tiled else describe(desc, p.shape, dtype)
             if p.tiled:
                 node.attr["_enable_storage_format_spread"].b = False
+
+        return self._weight_input(parameter, p.steps, p.shape, p.dtype.held, describe_it)
+
+    def _weight_input(
+        self,
+        parameter: str,
+        steps: tuple[Step, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        finish: Callable[[Value], None] = lambda made: None,
+    ) -> Value:
+        """An input that holds what a recipe makes of a parameter; one, however often it is asked for."""
+        name = ".".join([parameter, *(s.short() for s in steps if s.kind != "view")])
+        if name not in self.extra_inputs:
+            self.weights.made[name] = (parameter, steps)
+            self.extra_inputs[name] = self.input(name, shape, dtype)
+            finish(self.extra_inputs[name])
         return self.extra_inputs[name]
+
+    def weight_as(self, weight: Value, dtype: torch.dtype, *, taken: tuple[int, int] | None = None) -> Value:
+        """A weight in another dtype, made by its recipe: no node may work on a weight alone. What is none is cast.
+
+        Args:
+            taken: a dimension and a place in it: only that, without the dimension.
+        """
+        shape = list(self.shape(weight))
+        steps: tuple[Step, ...] = ()
+        if taken is not None:
+            dim, at = taken
+            del shape[dim]
+            steps = (Step("slice", (dim, at, at + 1)), Step("view", tuple(shape)))
+        if self.dtype(weight) != dtype:
+            steps += (Step("cast", (str(dtype).removeprefix("torch."),)),)
+
+        def by_nodes() -> Value:
+            cut = weight if taken is None else self.reshape(self.cut(weight, *taken, 1), shape)
+            return self.cast(cut, dtype)
+
+        return self.of_weight(weight, steps, shape, dtype, by_nodes) if steps else weight
+
+    def of_weight(
+        self,
+        weight: Value,
+        steps: tuple[Step, ...],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        by_nodes: Callable[[], Value],
+    ) -> Value:
+        """What recipe steps make of a weight; what nodes make of a value that is none."""
+        known = self.weights.recipes.get(weight.node.name)
+        if known is None:
+            return by_nodes()
+        return self._weight_input(known[0], (*known[1], *steps), shape, dtype)
+
+    def exp_of(self, weight: Value, shape: Sequence[int], negative: bool = False) -> Value:
+        """The exponential of a weight in another shape, or minus that."""
+        steps = (Step("exp"), *((Step("neg"),) if negative else ()), Step("view", tuple(shape)))
+
+        def by_nodes() -> Value:
+            made = self.Exp(weight)
+            made = self.mark(self.Neg(made) if negative else made, self.shape(weight), self.dtype(weight))
+            return self.reshape(made, shape)
+
+        return self.of_weight(weight, steps, shape, self.dtype(weight), by_nodes)
+
+    def made_of(self, x: Value, call: str) -> list[Any] | None:
+        """The arguments of the call that gave a value, where that is a call of this name (`kimi.l2_norm`)."""
+        name, args = self.calls.get(x.tensor, ("", []))
+        return args if name == call else None
+
+    def cut(self, x: Value, dim: int, start: int, size: int) -> Value:
+        """`size` elements of `x` along `dim`, from `start` on."""
+        shape = list(self.shape(x))
+        if size == shape[dim]:
+            return x
+        bounds = (self.const([n], torch.int64) for n in (start, start + size, dim, 1))
+        begin, end, axis, stride = bounds
+        shape[dim] = size
+        made = self.StridedSliceV2(x, begin, end, axes=axis, strides=stride)
+        return self.mark(made, shape, self.dtype(x))
 
     def own(self, op_type: str, inputs: Mapping[str, Any], outputs: Sequence[str], attrs: Mapping[str, Any]) -> Any:
         """A node of a type without a helper.
@@ -384,6 +509,21 @@ def _swap(ge: Room, x: Value, first: int, second: int) -> Value:
 def _arange(ge: Room, *ends: int, **ignored: Any) -> Value:
     """A constant: GE would make the same numbers in every step."""
     return ge.const(list(range(*ends)), ge.result.dtype)
+
+
+@_lowers(aten.eye.default, aten.eye.m)
+def _eye(ge: Room, *sizes: int, **ignored: Any) -> Value:
+    """A constant, as a range is; torchair's converter is not written."""
+    return ge.const(torch.eye(*sizes).tolist(), ge.result.dtype)
+
+
+@_lowers(aten.constant_pad_nd.default)
+def _constant_pad(ge: Room, x: Value, sides: Sequence[int], value: float = 0) -> Value:
+    """torchair's converter gives the value as a whole number, whatever the dtype of `x`."""
+    before, after = ([0] * (len(ge.shape(x)) - len(sides) // 2) + list(sides[end::2])[::-1] for end in (0, 1))
+    filler = () if value == 0 else (ge.const(value, ge.dtype(x)),)  # zeros where no value is given
+    both = [n for pair in zip(before, after, strict=True) for n in pair]
+    return ge.PadV3(x, ge.const(both, torch.int64), *filler)
 
 
 @_lowers(aten.softplus.default)

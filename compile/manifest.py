@@ -22,6 +22,7 @@ from . import caches, mesh_manifest, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .meshes import Layout, layout_of
+from .packages import packages_of
 from .phases import Bucket, graph_inputs
 from .recipe import Step
 from .targets import Target, target
@@ -77,17 +78,32 @@ def _described(desc: TensorDescriptor, name: str) -> dict[str, Any]:
 
 def target_entry(t: Target) -> dict[str, Any]:
     """What graphs are for."""
-    return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "cann": t.cann}
+    return {
+        "name": t.name,
+        "product": t.product,
+        "soc_version": t.soc_version,
+        "cann": t.cann,
+        "providers": list(t.providers),
+    }
+
+
+def target_of(manifest: Mapping[str, Any]) -> Target:
+    """The target that a manifest names.
+
+    Raises:
+        CompileError: there is none such.
+    """
+    entry = manifest["target"]
+    return target(entry["name"], cann=entry["cann"], providers=entry["providers"])
 
 
 def _check_target(where: Any, manifest: Mapping[str, Any]) -> Target:
     """The target is one there is, with all that is said of it."""
-    entry = manifest["target"]
     try:
-        found = target(entry["name"], cann=entry["cann"])
+        found = target_of(manifest)
     except CompileError as error:
         raise BundleError(f"{where}: target: {error}") from error
-    _compare(where, "target", entry, target_entry(found))
+    _compare(where, "target", manifest["target"], target_entry(found))
     return found
 
 
@@ -266,6 +282,8 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
     _check_plan(bundle, config, models.values(), layout)
+    needed = packages_of({op.type for model in models.values() for op in model.graph[0].op})
+    _compare(where, "packages", manifest.get("packages"), [n.to_json() for n in needed])
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
 

@@ -28,8 +28,10 @@ class Row:
         ins, outs, attrs, same, more: see the module's notation.
         socs: families with a kernel.
         since: first CANN release that has it, "" where not established; `"9.1 950"` is of that family alone.
-        provider: "cann" (built in), "ge" (structure of a graph), "own" (a kernel of this project).
+        provider: "builtin" (CANN's), "ge" (structure of a graph), "vllm-ascend" (its operator package), "own" (a kernel
+            of this project).
         source: where the row is from.
+        ran: where it has run on devices, in words; "" where no public word of it was found.
     """
 
     type: str
@@ -40,8 +42,16 @@ class Row:
     more: str = ""
     socs: str = EVERY
     since: str = ""
-    provider: str = "cann"
+    provider: str = "builtin"
     source: str
+    ran: str = ""
+
+    @property
+    def evidence(self) -> str:
+        """How it is known to work on a device."""
+        if self.ran:
+            return f"ran: {self.ran}"
+        return "never run" if self.provider == "own" else "documented"
 
 
 _STRUCTURE = "registration in ge"
@@ -161,6 +171,11 @@ _CACHE = f"F16/BF16/F32/I8/U8/I16/U16/I32/U32/{_NARROW}/E2M1/E1M2"
 _INT64_MAX = 2**63 - 1
 _TRANSFORMER = "registration in ops-transformer, fact sheet of Ascend, appendix 1"
 
+# Fact sheets of Ascend, A.3, and of serving, section 6.
+_RECIPE = "on 950, in the K3 recipe of cann-recipes-infer"
+_DSA = "in the DSA backend of vllm-ascend, called one by one"
+_GDN = "in the GDN layers of vllm-ascend, with one decay for a head, called one by one"
+
 _PAIR = """group_ep: String
             ep_world_size: Int
             ep_rank_id: Int
@@ -204,6 +219,7 @@ FUSED = [
         """,
         same="x y",
         source=_TRANSFORMER,
+        ran=_RECIPE,
     ),
     Row(
         type="MoeInitRoutingV3",
@@ -261,6 +277,7 @@ FUSED = [
             y_dtype: Int = 28
         """,
         source=_TRANSFORMER,
+        ran=_RECIPE,
     ),
     Row(
         type="MoeDistributeCombineV2",
@@ -294,6 +311,7 @@ FUSED = [
         """,
         same="expand_x x",
         source=_TRANSFORMER,
+        ran=_RECIPE,
     ),
     Row(
         type="GroupedMatmul",
@@ -320,6 +338,7 @@ FUSED = [
             tuning_config: ListInt = [0]
         """,
         source="torchair's helper and " + _TRANSFORMER,
+        ran=_RECIPE,
     ),
     Row(
         type="DynamicMxQuant",
@@ -339,6 +358,7 @@ FUSED = [
         """,
         socs="950",
         source=_NN,
+        ran=_RECIPE,
     ),
     Row(
         type="DynamicBlockQuant",
@@ -439,6 +459,7 @@ FUSED = [
             out_dtype: Int = 0
         """,
         source="registration in ge, fact sheet of Ascend, appendix 1",
+        ran=_RECIPE,
     ),
     Row(
         type="RecurrentGatedDeltaRule",
@@ -453,6 +474,7 @@ FUSED = [
         attrs="scale_value: Float = 1.0",
         since="9.1 950",
         source=_TRANSFORMER,
+        ran=_GDN,
     ),
     Row(
         type="RotaryPositionEmbedding",
@@ -482,6 +504,7 @@ FUSED = [
         same="query key sparse_values",
         since="9.1 950",
         source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+        ran=_DSA,
     ),
     Row(
         type="SparseFlashAttention",
@@ -507,6 +530,7 @@ FUSED = [
         same="query key value query_rope key_rope attention_out",
         since="9.1 950",
         source=_TRANSFORMER + ", and its definition in CANN 8.5 and 9.1",
+        ran=_DSA,
     ),
     Row(
         type="DynamicQuant",
@@ -597,9 +621,69 @@ FUSED = [
 ]
 
 
+_KDA_STATE = "BF16/F32"
+_SERVED = "vllm-ascend serves Kimi K3 with it, called one by one (aclnn); as a node of a GE graph nobody has said so"
+
+VLLM_ASCEND = [
+    Row(
+        type="RecurrentKda",
+        ins=f"""
+            query key value: BF16
+            gate beta: F32/BF16/F16
+            initial_state: {_KDA_STATE}
+            cu_seqlens? ssm_state_indices?: INDEX
+            A_log? dt_bias?: F32
+            num_accepted_tokens?: INDEX
+        """,
+        outs=f"attn_out: BF16; initial_state final_state: {_KDA_STATE}",
+        attrs="""
+            layout: String = "BSND"
+            scale: Float = 1.0
+            output_final_state: Bool = false
+            inplace_final_state: Bool = true
+            use_qk_l2norm_in_kernel: Bool = false
+            use_gate_in_kernel: Bool = false
+            use_beta_sigmoid_in_kernel: Bool = false
+            allow_neg_eigval: Bool = false
+            safe_gate: Bool = false
+            lower_bound: Float = -5.0
+            state_v_first: Bool = false
+        """,
+        same="initial_state final_state",
+        provider="vllm-ascend",
+        source="definition and shape inference in vllm-ascend (csrc/attention/recurrent_kda, August 2026), released in "
+        "0.26.0rc1; an earlier form had no initial_state among its results",
+        ran=_SERVED,
+    ),
+]
+
+
 _REAL = "F32/F16/BF16"
 
 OWN = [
+    Row(
+        type="SituMul",
+        ins=f"gate up: {_REAL}",
+        outs=f"y: {_REAL}",
+        attrs="beta: Float; linear_beta: Float",
+        same="gate up y",
+        provider="own",
+        source="the reference situ_mul",
+    ),
+    Row(
+        type="KdaStep",
+        ins=f"q k v decay beta: {_REAL}; memory: F32; slots: I32; bias? log_rate?: F32",
+        outs=f"o: {_REAL}; memory: F32",
+        attrs="""
+            scale: Float
+            norm_eps: Float = -1.0
+            beta_logits: Bool = false
+            lower_bound: Float = 0.0
+        """,
+        same="q k v o; decay beta",
+        provider="own",
+        source="the reference kda_step",
+    ),
     Row(
         type="GatedRmsNorm",
         ins=f"x gate weight: {_REAL}",
@@ -637,4 +721,5 @@ OWN = [
     ),
 ]
 
-ROWS = {row.type: row for row in [*STRUCTURE, *BASIC, *FUSED, *OWN]}
+EVERYTHING = [*STRUCTURE, *BASIC, *FUSED, *VLLM_ASCEND, *OWN]
+ROWS = {row.type: row for row in EVERYTHING}

@@ -115,7 +115,7 @@ class Prototype:
     same: tuple[tuple[str, ...], ...] = ()
     socs: tuple[str, ...]
     since: str = ""
-    provider: str = "cann"
+    provider: str = "builtin"
     source: str
 
     def is_in(self, soc: str, cann: str) -> bool:
@@ -211,6 +211,7 @@ def _same(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group.split()) for group in text.split(";") if group.strip())
 
 
+@functools.cache
 def _of_row(row: Row) -> Prototype:
     assert row.ins is not None and row.outs is not None
     return Prototype(

@@ -1,10 +1,11 @@
-"""Target profiles: what a graph is compiled for.
+"""Target profiles: what a graph is compiled for, and whose operators are there.
 
 Numbers are those of one die, the unit of a mesh and of a process. Sources: fact sheet of Ascend, C.1 (the platform
 files atc itself reads), C.2 (published totals) and C.3 (names).
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +15,14 @@ from kimi_graph.hardware import LINKS, Link, Number
 GIB = 2**30
 CANN_VERSIONS = ("8.5", "9.1", "9.2")
 CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 memory: before it KDA's step is composed
+
+# Whose operators a graph may take: fused ones that CANN brings, those of vllm-ascend's package, this project's, and
+# the same out of CANN's basic operators.
+PROVIDERS = ("builtin", "vllm-ascend", "own", "composed")
+# By default offers are asked as an operator's file lists them. CANN's first: nothing is to be installed. Ours before
+# compositions, as one kernel reads and writes everything once, but where the composition was there before it.
+# What is left out needs somebody else's package, which has to be built and installed: only who deploys can say so.
+PROVIDERS_DEFAULT = ("builtin", "own", "composed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,7 @@ class Target:
         memory_bytes: of one die, and `memory_source` where the number is from.
         cann: release the graph must compile with.
         die: what it can do. links: its network, innermost level first.
+        providers: of `PROVIDERS`, whose operators it has: where several can serve, the first of these does.
     """
 
     name: str
@@ -40,6 +50,7 @@ class Target:
     cann: str
     die: "Die"
     links: tuple[Link, ...]
+    providers: tuple[str, ...] = PROVIDERS_DEFAULT
 
 
 _PLATFORM = "platform files of CANN's runtime"
@@ -82,14 +93,8 @@ def _named(prefix: str, table: str) -> dict[str, _Variant]:
 # ---- one die ---------------------------------------------------------------------------------------------------------
 
 _KIB, _MIB = 2**10, 2**20
-_CUBE = {
-    "fp32": 8,
-    "bf16": 16,
-    "int8": 32,
-    "fp8": 32,
-    "fp4": 64,
-    "int4": 64,
-}  # products of a core in a cycle, in 16 x 16
+# Products of a core in a cycle, in 16 x 16.
+_CUBE = {"fp32": 8, "bf16": 16, "int8": 32, "fp8": 32, "fp4": 64, "int4": 64}
 _HAS = {"a2": ("fp32", "bf16", "int8", "int4"), "a3": ("fp32", "bf16", "int8", "int4")}
 _PUBLISHED = {
     "a2": "published: 353 at 1.80 GHz, 376 with the vector units",
@@ -207,14 +212,22 @@ _PROFILES = {
 TARGETS = tuple(_PROFILES)
 
 
-def target(name: str, *, cann: str = CANN_DEFAULT, soc_version: str | None = None) -> Target:
+def target(
+    name: str,
+    *,
+    cann: str = CANN_DEFAULT,
+    soc_version: str | None = None,
+    providers: Sequence[str] = PROVIDERS_DEFAULT,
+) -> Target:
     """The profile of a target.
 
     Args:
         name: one of `TARGETS`. cann: one of `CANN_VERSIONS`.
         soc_version: a variant of the chip; by default the usual one.
+        providers: some of `PROVIDERS`, in the order they are to be asked.
     Raises:
-        CompileError: a name, release or variant that is not known, with the nearest one.
+        CompileError: a name, release, variant or provider that is not known, with the nearest one; a list of providers
+            that cannot be.
     """
     profile = _PROFILES[_known("target", name, TARGETS)]
     variants = tuple(profile.variants)
@@ -231,7 +244,19 @@ def target(name: str, *, cann: str = CANN_DEFAULT, soc_version: str | None = Non
         cann=_known("CANN release", cann, CANN_VERSIONS),
         die=_die(profile.soc, profile.variants[variant], profile.memory_source),
         links=LINKS[name],
+        providers=_providers(tuple(providers)),
     )
+
+
+def _providers(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        _known("provider", name, PROVIDERS)
+    if len(set(names)) < len(names):
+        raise CompileError(f"providers {','.join(names)}: each once.")
+    if "builtin" not in names:
+        given = ",".join(names)
+        raise CompileError(f"providers {given}: most operators come with CANN alone; name it too: {given},builtin.")
+    return names
 
 
 def _known(what: str, given: str, known: tuple[str, ...]) -> str:

@@ -34,9 +34,11 @@ from .bundle import LOCAL, Bundle, as_written, open_bundle, read_json
 from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
+from .executor.on_twin import ARCH, kernels_on_twin
 from .ge_proto import ModelDef
 from .manifest import check_claims
 from .ranks import Plan
+from .targets import target
 from .verify_ranks import SELECTORS, MeshSide
 from .weight_formats import bound
 
@@ -776,6 +778,7 @@ def verify_bundle(
     seed: int = 0,
     bisect: bool = False,
     processes: bool = False,
+    kernels: Path | None = None,
     progress: Notify = silent,
 ) -> Report:
     """Execute a bundle and compare it with its model.
@@ -784,6 +787,8 @@ def verify_bundle(
         checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
         bisect: where something differs, name the first node.
         processes: of a mesh, run every rank in a process of its own.
+        kernels: in native runs, run our operators that have a kernel by it, on the CPU twin; the folder for what is
+            built.
 
     Raises:
         KimiGraphError: a damaged bundle, or weights that are not the model's.
@@ -796,7 +801,14 @@ def verify_bundle(
         check_claims(bundle, config, graphs)
         bundle.check_constants()
     weights = find_checkpoint(bundle, checkpoint)
-    if not processes:
+    if kernels is not None and (processes or "native" not in modes):
+        raise VerifyError("--kernels twin: runs in this process and in native mode; leave --processes and --mode out.")
+    if kernels is not None:
+        arch = ARCH[target(bundle.manifest["target"]["name"]).soc]
+        with kernels_on_twin(arch, kernels) as ours:
+            report = compare(bundle, config, weights, modes, steps, seed, progress)
+        report.notes.append(str(ours))
+    elif not processes:
         report = compare(bundle, config, weights, modes, steps, seed, progress)
     else:
         from .verify_processes import Processes  # whose processes read this module

@@ -15,14 +15,9 @@ from .config import ModelConfig
 from .errors import CheckpointError
 from .headers import MAX_INDEX, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
 from .models import model_specs
-from .models.counts import part_of
+from .models.counts import PARTS, part_of
 from .naming import Names
 from .read_config import read_json
-
-ORDER = (
-    "embed", "kda", "mla", "indexer", "dense", "router", "latent", "experts", "shared experts", "residuals", "norms",
-    "head", "vision", "projector",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +206,7 @@ def _components(specs: Any, found: Audit) -> tuple[Component, ...]:
         row[3].update(tally.schemes)
     return tuple(
         Component(name=name, parameters=row[0], tensors=row[1], bytes=row[2], schemes=row[3])
-        for name, row in sorted(rows.items(), key=lambda item: ORDER.index(item[0]))
+        for name, row in sorted(rows.items(), key=lambda item: PARTS.index(item[0]))
     )
 
 

@@ -30,10 +30,12 @@ Progress = Callable[[str, int, int], None]
 
 TARGETS = "a2, a3, a3-superpod, 950pr, 950dt, 950-superpod"  # for help; the compiler knows and checks them
 CANN_VERSIONS, CANN_DEFAULT = "8.5, 9.1, 9.2", "9.2"
+PROVIDERS, PROVIDERS_DEFAULT = "builtin, vllm-ascend, own, composed", "builtin,own,composed"
 PHASES = ("vision", "prefill", "decode")
 MODES = ("exact", "native")
 WEIGHTS = ("input", "constant")
 KV_DTYPES = ("bf16", "int8", "fp8")
+KERNELS = ("semantics", "twin")
 WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 
 OVERVIEW = f"""\
@@ -43,6 +45,7 @@ A deployment, in order:
   kimi-graph targets                                              what there is to run on, with sources
   kimi-graph plan kimi-linear-48b --target a3                     does it fit, on how many dies, how fast
   kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
+  kimi-graph ops kimi-linear-48b --target a3                      whose operators serve it, and their limits
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
   kimi-graph inspect build/kl48b                                  what is in it
   kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
@@ -106,8 +109,8 @@ def main() -> None:
     app(prog_name="kimi-graph")
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: a command of `app` that ends in an exit code and one clean line, never in a traceback of ours."""
+def command(function: Callable[..., None], of: typer.Typer = app, name: str | None = None) -> Callable[..., None]:
+    """Decorator: a command that ends in an exit code and one clean line, never in a traceback of ours."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -128,7 +131,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 raise
             _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
 
-    return app.command(cls=_Command)(run)
+    return of.command(name, cls=_Command)(run)
 
 
 def _fail(message: str) -> NoReturn:
@@ -277,6 +280,10 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Providers = Annotated[
+    str,
+    typer.Option(metavar="P,P", help=f"Whose operators to take, the first that can: {PROVIDERS}; builtin is CANN's."),
+]
 Wheel = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
@@ -296,6 +303,28 @@ MoeChunks = Annotated[
 ]
 SplitCache = Annotated[
     bool, typer.Option("--split-cache", help="Split caches by sequence over tp too (decode context parallel).")
+]
+
+
+WeightsFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="F",
+        callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+        help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
+    ),
+]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        metavar="|".join(KV_DTYPES),
+        callback=_one_of(KV_DTYPES, "dtype of caches"),
+        help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
 ]
 
 
@@ -338,10 +367,7 @@ def compile(  # noqa: A001 (the command's name)
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
     ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(metavar="B", min=1, help="Sequences of a step, of all ranks. Default: chosen and printed."),
-    ] = None,
+    batch: Batch = None,
     chunk: Annotated[
         int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: chosen and printed.")
     ] = None,
@@ -360,6 +386,7 @@ def compile(  # noqa: A001 (the command's name)
     cann: Annotated[
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
     ] = CANN_DEFAULT,
+    providers: Providers = PROVIDERS_DEFAULT,
     weights: Annotated[
         str,
         typer.Option(
@@ -368,22 +395,8 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
-    weights_format: Annotated[
-        str,
-        typer.Option(
-            metavar="F",
-            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
-            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
-        ),
-    ] = "bf16",
-    kv_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(KV_DTYPES),
-            callback=_one_of(KV_DTYPES, "dtype of caches"),
-            help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
-        ),
-    ] = "bf16",
+    weights_format: WeightsFormat = "bf16",
+    kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
@@ -404,7 +417,8 @@ def compile(  # noqa: A001 (the command's name)
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
 
-        profile = find_target(target, cann=cann)  # before torch is imported: a wrong name is answered at once
+        # before torch is imported: a wrong name is answered at once
+        profile = find_target(target, cann=cann, providers=_split(providers))
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
@@ -653,6 +667,71 @@ def shard(
 
 
 @command
+def ops(
+    model: Model,
+    target: Annotated[str, typer.Option(metavar="NAME", help=f"What they have to run on: {TARGETS}.")],
+    cann: Annotated[str, typer.Option(metavar="V", help=f"CANN release: {CANN_VERSIONS}.")] = CANN_DEFAULT,
+    mesh: Annotated[
+        str | None,
+        typer.Option(metavar="AXES", help="Ranks by axis, pp=4,tp=32: limits are those of a rank. Default: one rank."),
+    ] = None,
+    providers: Providers = PROVIDERS_DEFAULT,
+    phase: Annotated[
+        str | None,
+        typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Of which graphs. Default: all."),
+    ] = None,
+    batch: Batch = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
+    weights_format: WeightsFormat = "bf16",
+    kv_dtype: KvDtype = "bf16",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a release note.")] = False,
+    torch_npu_wheel: Wheel = None,
+    cache_dir: Cache = None,
+    as_json: Json = False,
+) -> None:
+    """Say which operator serves what in each kind of layer. Whose it is and why that one, how it is known to work on a
+    device, and its limits with the numbers of this model, mesh, chip and release. Exit code 1 if something cannot be
+    served, or if two packages would be needed.
+
+    \b
+    kimi-graph ops kimi-k3.1-pro --target a3 --cann 9.1 --mesh pp=4,tp=32
+    kimi-graph ops kimi-linear-48b --target a3 --providers builtin,vllm-ascend,composed --markdown
+    """
+    started = time.perf_counter()
+    with _without_collecting(), _progress() as progress:
+        from kimi_graph.compile.targets import target as find_target
+
+        profile = find_target(target, cann=cann, providers=_split(providers))
+        progress("operators", 0, 0)
+        from kimi_graph.compile.coverage import cover_model
+        from kimi_graph.compile.torchair_host import default_cache
+        from kimi_graph.parallel.mesh import Mesh
+
+        report = cover_model(
+            _load_config(model),
+            target=profile,
+            mesh=None if mesh is None else Mesh.parse(mesh),
+            phases=None if phase is None else _split(phase),
+            batch=batch,
+            pad=pad,
+            exchange=exchange,
+            redundant_experts=redundant_experts,
+            moe_chunks=moe_chunks,
+            split_cache=split_cache,
+            weights_format=weights_format,
+            kv_dtype=kv_dtype,
+            markdown=markdown,
+            torch_npu_wheel=torch_npu_wheel,
+            cache_dir=cache_dir or default_cache(os.environ),
+        )
+    _judge(report, as_json=as_json, started=started)
+
+
+@command
 def inspect(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
     graph: Annotated[
@@ -664,8 +743,8 @@ def inspect(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what is in a bundle. Phases, operators by type, weights, states, bytes; or the nodes of a graph; or the
-    bytes that a step moves, by operator and by what they are.
+    """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
+    collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
 
     \b
     kimi-graph inspect build/kl48b
@@ -761,8 +840,8 @@ def lint(
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
-    collectives in the same order, with the same sizes; what a pipeline stage reads an earlier one gives. No weights.
-    Exit code 1 if something does not hold.
+    collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
+    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3
@@ -799,6 +878,15 @@ def verify(
     processes: Annotated[
         bool, typer.Option("--processes", help="Of a mesh: every rank in a process of its own, over gloo.")
     ] = False,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KERNELS),
+            callback=_one_of(KERNELS, "way to run our operators"),
+            help="Our operators in native mode: by what is said of them, or their Ascend C kernels on a CPU twin.",
+        ),
+    ] = "semantics",
+    cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
@@ -810,6 +898,7 @@ def verify(
     """
     started = time.perf_counter()
     with _progress() as progress:
+        from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.compile.verify import verify_bundle
 
         report = verify_bundle(
@@ -820,6 +909,29 @@ def verify(
             seed=seed,
             bisect=bisect,
             processes=processes,
+            kernels=(cache_dir or default_cache(os.environ)) / "twin" if kernels == "twin" else None,
             progress=progress,
         )
     _judge(report, as_json=as_json, started=started)
+
+
+kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")
+app.add_typer(kernels, name="kernels")
+
+
+@functools.partial(command, of=kernels, name="export")
+def export_kernels(
+    out: Annotated[Path, typer.Argument(metavar="DIR", help="The project's folder.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+) -> None:
+    """Write the project that a machine with CANN builds our operators from. Sources, CMake lists, and a README with the
+    exact commands. Nothing of it has run on a device.
+
+    \b
+    kimi-graph kernels export build/kernels
+    """
+    started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import export_kernels as export
+
+    made = export(out, overwrite=overwrite)
+    _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)

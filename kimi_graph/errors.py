@@ -30,3 +30,7 @@ class BundleError(KimiGraphError):
 
 class VerifyError(KimiGraphError):
     """A bundle whose execution differs from the model."""
+
+
+class KernelError(KimiGraphError):
+    """A kernel that cannot be built or run here, or that does what the device would not."""

@@ -10,21 +10,20 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from . import formats, tree
-from .check import ORDER
 from .checkpoint import released_formats
 from .compile.phases import Bucket, pools, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
 from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
 from .errors import ShardingError
-from .models.counts import part_of
+from .models.counts import PARTS, part_of
 from .models.decoder import is_sparse, model_specs, state_specs
 from .models.pipeline import model_stages, stages_of
-from .ops.attention import power_of_two
+from .ops.attention import latent_heads
 from .parallel import legality
 from .parallel.collectives import Issued
 from .parallel.experts import buffer_bytes, capacity, no_pair
@@ -123,6 +122,11 @@ class PartUse:
     issued: tuple[Issued, ...] = ()
     refused: str = ""
 
+    @property
+    def bytes(self) -> int:
+        """What a rank gives to the collectives of one such part."""
+        return sum(i.bytes for i in self.issued)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPlan:
@@ -197,7 +201,7 @@ def shard_model(request: Request) -> ShardPlan:
     """
     target(request.target)
     c, mesh = request.config, request.mesh
-    rules, specs = request.rules(), model_specs(c)
+    rules, specs = request.rules(), dict(tree.items(model_specs(c)))
     _check_copies(c, rules)
     sizes = sizes_of(specs, c.dtype)
     rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})
@@ -205,7 +209,7 @@ def shard_model(request: Request) -> ShardPlan:
         raise ShardingError(_refusal(request, sizes, found))
     pages = _sequence_pages(request, rules)
     stages = model_stages(c, mesh.pipe, sparse=is_sparse(c, pages * PAGE))
-    params = {path: place(path, spec, rules, c.dtype) for path, spec in tree.items(specs)}
+    params = {path: place(path, spec, rules, c.dtype) for path, spec in specs.items()}
     states = _place_states(request, rules, pages)
     parameters, kinds = (
         _kinds(params, part_of, reading=True),
@@ -328,19 +332,18 @@ def _kinds(placed: dict[str, Placement], part: Any, *, reading: bool = False) ->
         )
         for (name, *_), paths in found.items()
     ]
-    return tuple(sorted(kinds, key=lambda k: ORDER.index(k.part)) if reading else kinds)
+    return tuple(sorted(kinds, key=lambda k: PARTS.index(k.part)) if reading else kinds)
 
 
-def _released(c: ModelConfig, specs: Any) -> dict[str, float]:
+def _released(c: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, float]:
     """Of parameters that the released file has quantised: their bytes there, in bytes of the model's dtype."""
-    by_path = dict(tree.items(specs))
 
     @functools.cache
     def share(form: str, stored: tuple[int, ...]) -> float:
         parts = formats.layout(form, stored).values()
         return sum(math.prod(shape) * d.itemsize for d, shape in parts) / (math.prod(stored) * c.dtype.itemsize)
 
-    return {path: share(form, by_path[path].stored) for path, form in released_formats(c, specs).items()}
+    return {path: share(form, specs[path].stored) for path, form in released_formats(c, specs).items()}
 
 
 def _stage_uses(
@@ -411,12 +414,22 @@ def _notes(
     wanted = check_length(r.config, r.length, PAGE).pages
     if pages != wanted:
         yield f"caches: {wanted:,} pages of a sequence rounded up to {pages:,}, the same on each of its ranks"
-    heads = {m.heads // rules.ways("attn_heads") for m in _mixers(r.config) if isinstance(m, MlaConfig)}
-    for n in sorted(heads):
-        if (more := power_of_two(n)) != n:
-            words = f"{n} -> {more}: {more / n - 1:.0%} more queries"
-            yield f"attention heads of a rank are padded where CANN takes powers of two alone ({words})"
+    yield from _padded_heads(r, rules, pages)
     yield from _memory_notes(r, stages, params, states)
+
+
+def _padded_heads(r: Request, rules: Rules, pages: int) -> Iterator[str]:
+    """Heads of a rank that the target's attention does not take as they are, of a step or of selected keys."""
+    selects = r.phase != "vision" and is_sparse(r.config, pages * PAGE)
+    if r.phase != "decode" and not selects:
+        return
+    sparse = selects and (r.phase == "prefill" or rules.ways("cached") == 1)  # parts of a cache are merged densely
+    on, ways = target(r.target), rules.ways("attn_heads" if r.phase == "decode" else "heads")
+    for n in sorted({m.heads // ways for m in _mixers(r.config) if isinstance(m, MlaConfig)}):
+        if (more := latent_heads(n, on.soc, on.cann, sparse=sparse)) != n:
+            name = "SparseFlashAttention" if sparse else "FusedInferAttentionScore"
+            words = f"{n} heads of a rank padded to {more} and stripped, {more / n - 1:.0%} more queries"
+            yield f"attention: {name} of {r.target} takes powers of two: {words}"
 
 
 _PADDED = {
@@ -760,9 +773,10 @@ def _collective_lines(parts: Sequence[PartUse]) -> list[str]:
             cells = (i.name, " x ".join(i.axes), local, f"{i.bytes:,}", i.source)
             rows.append((part.part, str(part.count), *cells))
     count = sum(part.count * len(part.issued) for part in parts)
-    size = sum(part.count * i.bytes for part in parts for i in part.issued)
-    total = f"a step through all stages: {count:,} collectives, {size:,} bytes"
-    lines = [*columns(rows), total] if count else []
+    size = sum(part.count * part.bytes for part in parts)
+    each = ", ".join(f"{part.part} {len(part.issued)} ({part.bytes:,} bytes)" for part in parts if part.issued)
+    totals = [f"in one part: {each}", f"a step through all stages: {count:,} collectives, {size:,} bytes"]
+    lines = [*columns(rows), *totals] if count else []
     lines += [f"{part.part} cannot run on this mesh yet: {part.refused}" for part in parts if part.refused]
     return lines or ["no collectives."]
 
@@ -779,7 +793,7 @@ def _part_json(part: PartUse) -> dict[str, Any]:
         }
         for i in part.issued
     ]
-    return {"part": part.part, "count": part.count, "issued": issued, "refused": part.refused}
+    return {"part": part.part, "count": part.count, "bytes": part.bytes, "issued": issued, "refused": part.refused}
 
 
 def _kind_json(kind: Kind) -> dict[str, Any]:

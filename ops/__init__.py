@@ -21,6 +21,7 @@ from .rope import rope
 from .short_conv import short_conv
 from .situ import situ, situ_mul
 from .sparse_attention import NO_SCORE, best_positions, index_write, select_keys, sparse_attention
+from .state import state_write
 
 __all__ = [
     "NO_SCORE",
@@ -63,5 +64,6 @@ __all__ = [
     "situ",
     "situ_mul",
     "sparse_attention",
+    "state_write",
     "swiglu",
 ]

@@ -28,6 +28,16 @@ def power_of_two(heads):
     return 1 << (heads - 1).bit_length()
 
 
+def latent_heads(heads: int, soc: str, cann: str, *, sparse: bool) -> int:
+    """Heads of a query that CANN's attention over the latent cache takes for `heads`: as many, or a power of two.
+
+    FusedInferAttentionScore takes any number from CANN 9.2 on, SparseFlashAttention (`sparse`) on 950 alone.
+    Source: fact sheet of Ascend, part A, and CANN's documents of both operators.
+    """
+    every = soc == "950" if sparse else tuple(map(int, cann.split("."))) >= (9, 2)
+    return heads if every else power_of_two(heads)
+
+
 def padded_heads(heads, wanted):
     """What padding heads costs, in words to add to a reason."""
     if wanted == heads:
@@ -237,7 +247,7 @@ def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale)
 
 def _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
     rows, _, heads, latent = ge.shape(q_latent)
-    wanted = heads if ge.has("9.2") else power_of_two(heads)
+    wanted = latent_heads(heads, ge.soc, ge.cann, sparse=False)
     reason = "absorbed, paged" + (", with log-sum-exp" if lse else "") + padded_heads(heads, wanted)
     ge.chose("attention to latents", "FusedInferAttentionScore", reason)
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator, recorded
-from .short_conv import put_rows, state_rows
+from .kda_chunk_composed import composed
+from .offers import Offer, cannot
+from .state import put_rows, state_rows
 
 CHUNK = 64  # tokens; 32 to 128 measure alike
 GROUP_BYTES = 2 << 20  # of the rows of chunks worked on together: they and their temporaries stay in cache
@@ -149,9 +151,24 @@ def _(q, k, v, decay, beta, memory, slots, lengths, counts, scale):
 
 
 @kda_chunk.lowering
-def _(ge, q, k, v, decay, beta, memory, slots, lengths, counts, scale):
+def _(ge, *args):
+    return ge.serve("KDA in chunks", OFFERS, *args)
+
+
+def _own(ge, q, k, v, decay, beta, memory, slots, lengths, counts, scale):
     inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
     inputs |= {"lengths": lengths, "counts": counts}
-    reason = "own type: CANN's ChunkGatedDeltaRule has one decay for a whole head, KDA one for each channel"
-    ge.chose("KDA in chunks", "KdaChunk", reason)
     return ge.own("KdaChunk", inputs, ["o", "memory"], {"scale": scale})
+
+
+OFFERS = (
+    cannot("builtin", "ChunkGatedDeltaRule", "has one decay for a whole head, KDA one for each channel"),
+    cannot("vllm-ascend", "ChunkKdaFwd", "its tiling reads the scale as a double, which no attribute of a graph is"),
+    Offer("own", "KdaChunk", _own, "in place over slots, padded rows included"),
+    Offer(
+        "composed",
+        "Cumsum, Exp, Mul, ReduceSum, BatchMatMul, ScatterNdUpdate",
+        composed,
+        "float32, chunks of 16 tokens one after another",
+    ),
+)

@@ -31,3 +31,12 @@ def kda_gate(raw: Tensor, bias: Tensor, log_rate: Tensor, lower_bound: float | N
 @kda_gate.fake
 def _(raw, bias, log_rate, lower_bound):
     return torch.empty_like(raw, dtype=torch.float64 if raw.dtype == torch.float64 else torch.float32)
+
+
+@kda_gate.lowering
+def _(ge, raw, bias, log_rate, lower_bound):
+    f32 = torch.float32
+    z, each = ge.Add(ge.cast(raw, f32), bias), [*ge.shape(log_rate), 1]
+    if lower_bound is None:
+        return ge.Mul(ge.SoftplusV2(z, beta=1.0, threshold=20.0), ge.exp_of(log_rate, each, negative=True))
+    return ge.Mul(ge.Sigmoid(ge.Mul(z, ge.exp_of(log_rate, each))), ge.const(lower_bound, f32))

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, operator
-from .short_conv import put_rows
+from .offers import Offer
+from .state import put_rows
 
 FLOAT32_STATE = "9.2"  # first CANN release whose operator takes a float32 state
 
@@ -42,14 +43,20 @@ def _(q, k, v, decay, beta, memory, slots, scale):
 
 
 @kda_step.lowering
-def _(ge, q, k, v, decay, beta, memory, slots, scale):
-    if not ge.has(FLOAT32_STATE):
-        return _composed(ge, q, k, v, decay, beta, memory, slots, scale)
+def _(ge, *args):
+    return ge.serve("recurrent KDA", OFFERS, *args)
+
+
+def _too_old(ge, *args) -> str:
+    if ge.has(FLOAT32_STATE):
+        return ""
+    return f"takes a float32 memory since CANN {FLOAT32_STATE}, this is for {ge.cann}"
+
+
+def _builtin(ge, q, k, v, decay, beta, memory, slots, scale):
     rows, _, heads, key = ge.shape(q)
     value = ge.shape(v)[-1]
     half = ge.dtype(v)
-    reason = "on every chip; decay, L2 norm and beta are computed before it"
-    ge.chose("recurrent KDA", "RecurrentGatedDeltaRule", reason)
     o, memory = ge.RecurrentGatedDeltaRule(
         ge.reshape(q, [rows, heads, key]),
         ge.reshape(k, [rows, heads, key]),
@@ -66,8 +73,6 @@ def _(ge, q, k, v, decay, beta, memory, slots, scale):
 
 def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
     """The same by element functions and sums, all float32: matrix products of float32 may be rounded on the device."""
-    reason = f"RecurrentGatedDeltaRule takes a float32 memory since CANN {FLOAT32_STATE}, this is for {ge.cann}"
-    ge.chose("recurrent KDA", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", reason)
     rows, _, heads, key = ge.shape(q)
     value, f32 = ge.shape(v)[-1], torch.float32
     along_key = [rows, heads, 1, key]
@@ -85,3 +90,91 @@ def _composed(ge, q, k, v, decay, beta, memory, slots, scale):
     o = ge.mark(read(new, ge.Mul(q32, ge.const(scale, f32))), (rows, heads, value, 1), f32)
     written = ge.ScatterNdUpdate(memory, ge.reshape(slots, [rows, 1]), new)
     return ge.reshape(ge.cast(o, ge.dtype(v)), [rows, 1, heads, value]), written
+
+
+def _gate(ge, decay):
+    """What a decay was made of: raw values, bias, logarithms of rates, lower bound; None where that is not known."""
+    found = ge.made_of(decay, "kimi.kda_gate")
+    return None if found is None else (found[0], ge.weight_as(found[1], torch.float32), *found[2:])
+
+
+def _logits(ge, beta):
+    """What beta is the sigmoid of, before it was widened; None where that is not known."""
+    found = ge.made_of(beta, "aten.sigmoid")
+    if found is None:
+        return None
+    narrow = ge.made_of(found[0], "aten._to_copy")
+    return found[0] if narrow is None else narrow[0]
+
+
+def _vllm_ascend(ge, q, k, v, decay, beta, memory, slots, scale):
+    """Gate and beta's sigmoid in the kernel, as vllm-ascend has it; the L2 norm before it: its own has no epsilon."""
+    rows, gate, logits = ge.shape(q)[0], _gate(ge, decay), _logits(ge, beta)
+    attrs = {"layout": "BSND", "scale": scale, "inplace_final_state": True, "state_v_first": True}
+    bias = rates = None
+    if gate is not None and (gate[3] is None or -5.0 <= gate[3] < 0.0):
+        decay, bias, rates, bound = gate
+        attrs |= {"use_gate_in_kernel": True, "safe_gate": bound is not None}
+        attrs |= {} if bound is None else {"lower_bound": bound}
+    if logits is not None:
+        beta, attrs["use_beta_sigmoid_in_kernel"] = logits, True
+    inputs = {
+        "query": q, "key": k, "value": v, "gate": decay, "beta": beta, "initial_state": memory,
+        "cu_seqlens": ge.const(list(range(rows + 1)), torch.int32), "ssm_state_indices": slots, "A_log": rates,
+        "dt_bias": bias, "num_accepted_tokens": None,
+    }  # fmt: skip
+    o, memory, _ = ge.own("RecurrentKda", inputs, ["attn_out", "initial_state", "final_state"], attrs)
+    return o, memory
+
+
+def _own(ge, q, k, v, decay, beta, memory, slots, scale):
+    """Unit lengths, gate and beta's sigmoid in the kernel where that is what they are made by."""
+    attrs, bias, rates = {"scale": scale}, None, None
+    gate, logits = _gate(ge, decay), _logits(ge, beta)
+    norms = [ge.made_of(x, "kimi.l2_norm") for x in (q, k)]
+    if norms[0] is not None and norms[1] is not None and norms[0][1] == norms[1][1]:
+        (q, eps), (k, _) = norms
+        attrs["norm_eps"] = eps
+    if gate is not None:
+        decay, bias, rates, bound = gate
+        attrs["lower_bound"] = 0.0 if bound is None else bound
+    if logits is not None:
+        beta, attrs["beta_logits"] = logits, True
+    if ge.dtype(decay) != ge.dtype(beta):
+        decay, beta = (ge.cast(x, torch.float32) for x in (decay, beta))
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
+    return ge.own("KdaStep", inputs | {"bias": bias, "log_rate": rates}, ["o", "memory"], attrs)
+
+
+def _widths_of_vllm_ascend(ge, q, k, v, *args) -> str:
+    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
+    if key == 128 and value in (128, 256):
+        return ""
+    return f"takes keys of 128 channels and values of 128 or 256, these are {key} and {value}"
+
+
+def _own_widths(ge, q, k, v, *args) -> str:
+    key, value = ge.shape(k)[-1], ge.shape(v)[-1]
+    if all(width % 16 == 0 and 16 <= width <= 256 for width in (key, value)):
+        return ""
+    return f"takes multiples of 16 channels up to 256, these are {key} and {value}"
+
+
+OFFERS = (
+    Offer(
+        "builtin",
+        "RecurrentGatedDeltaRule",
+        _builtin,
+        "on every chip; decay, L2 norm and beta are computed before it",
+        _too_old,
+    ),
+    Offer(
+        "vllm-ascend",
+        "RecurrentKda",
+        _vllm_ascend,
+        "gate and beta in the kernel; its third result is never written and costs memory of a layer's state",
+        _widths_of_vllm_ascend,
+    ),
+    Offer("composed", "GatherV2, Mul, ReduceSum, ScatterNdUpdate", _composed, "float32 throughout, on every release"),
+    Offer("own", "KdaStep", _own, "norms, gate and beta in the kernel, a memory read and written once", _own_widths),
+)

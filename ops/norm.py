@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
+from .offers import Offer
 
 
 @operator(sharding="... d, d -> ... d", whole="d")
@@ -79,9 +80,25 @@ def _(x, gate, weight, eps):
 
 
 @gated_rms_norm.lowering
-def _(ge, x, gate, weight, eps):
-    ge.chose("gated norm", "GatedRmsNorm", "own type: CANN has no norm that multiplies by a sigmoid")
+def _(ge, *args):
+    return ge.serve("gated norm", GATED, *args)
+
+
+def _gated(ge, x, gate, weight, eps):
     return ge.own("GatedRmsNorm", {"x": x, "gate": gate, "weight": weight}, ["y"], {"eps": eps})
+
+
+def _gated_composed(ge, x, gate, weight, eps):
+    f32, shape = torch.float32, ge.shape(x)
+    normed = ge.RmsNorm(ge.cast(x, f32), ge.weight_as(weight, f32), epsilon=eps)[0]
+    made = ge.mark(ge.Mul(normed, ge.Sigmoid(ge.cast(gate, f32))), shape, f32)
+    return ge.cast(made, ge.dtype(x))
+
+
+GATED = (
+    Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid"),
+    Offer("composed", "RmsNorm, Sigmoid, Mul", _gated_composed, "float32 between the operators"),
+)
 
 
 @operator(sharding="... d -> ... d", whole="d")
@@ -102,3 +119,12 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 @l2_norm.fake
 def _(x, eps):
     return torch.empty_like(x)
+
+
+@l2_norm.lowering
+def _(ge, x, eps):
+    f32, shape = torch.float32, ge.shape(x)
+    x32 = ge.cast(x, f32)
+    total = ge.ReduceSum(ge.Square(x32), ge.const([len(shape) - 1], torch.int64), keep_dims=True)
+    made = ge.Mul(x32, ge.Rsqrt(ge.Add(total, ge.const(eps, f32))))
+    return ge.cast(ge.mark(made, shape, f32), ge.dtype(x))

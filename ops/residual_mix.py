@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
+from .offers import Offer
 
 
 @operator(sharding="b t d, d, d -> b t d", whole="d")
@@ -32,7 +33,35 @@ def _(sources, norm, query, eps):
 
 
 @residual_mix.lowering
-def _(ge, sources, norm, query, eps):
-    reason = "own type: CANN has no operator for it, and a composition would read the sources several times"
-    ge.chose("attention over depth", "AttnResMix", reason)
+def _(ge, *args):
+    return ge.serve("attention over depth", OFFERS, *args)
+
+
+def _own(ge, sources, norm, query, eps):
     return ge.own("AttnResMix", {"sources": list(sources), "norm": norm, "query": query}, ["y"], {"eps": eps})
+
+
+def _composed(ge, sources, norm, query, eps):
+    """Sources side by side, then along their new first dimension; float32 throughout."""
+    if len(sources) == 1:
+        return sources[0]
+    f32, count, shape = torch.float32, len(sources), ge.shape(sources[0])
+    wide = [ge.reshape(ge.cast(s, f32), [1, *shape]) for s in sources]
+    values = ge.concat(wide, 0)
+    normed = ge.RmsNorm(values, ge.weight_as(norm, f32), epsilon=eps)[0]
+    last, first = ge.const([len(shape)], torch.int64), ge.const([0], torch.int64)
+    scores = ge.ReduceSum(ge.Mul(normed, ge.weight_as(query, f32)), last, keep_dims=True)
+    weights = ge.SoftmaxV2(ge.mark(scores, (count, *shape[:-1], 1), f32), axes=[0])
+    mixed = ge.ReduceSum(ge.Mul(weights, values), first, keep_dims=False)
+    return ge.cast(ge.mark(mixed, shape, f32), ge.dtype(sources[0]))
+
+
+OFFERS = (
+    Offer(
+        "own",
+        "AttnResMix",
+        _own,
+        "CANN has no operator for it, and a composition reads the sources several times",
+    ),
+    Offer("composed", "ConcatV2, RmsNorm, ReduceSum, SoftmaxV2, Mul", _composed, "reads the sources several times"),
+)

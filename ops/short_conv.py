@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import BLOCK_BYTES, at_least_f32, may_overwrite, operator
+from .base import BLOCK_BYTES, at_least_f32, operator
+from .offers import Offer, cannot
+from .state import put_rows, state_rows
 
 
 @operator(sharding="b t h k, h k w, s h k u, b, b, b -> b t h k, s h k u", whole="twsu")
@@ -58,29 +60,45 @@ def _(x, weight, window, slots, lengths, counts):
     return torch.empty_like(x), torch.empty_like(window)
 
 
-def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """The rows' slots of a state, zeros where a sequence starts (whatever the slot holds)."""
-    rows = state.index_select(0, slots)
-    starts = [length <= count for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
-    if any(starts):
-        rows = rows.masked_fill(torch.tensor(starts, device=rows.device).view(-1, *[1] * (rows.ndim - 1)), 0)
-    return rows
-
-
-def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """`state` with `rows` at `slots`; written into `state` itself where the caller gave it away."""
-    rows = rows if rows.dtype == state.dtype else rows.to(state.dtype)
-    if may_overwrite(state):
-        return state.index_copy_(0, slots.long(), rows)
-    return state.index_copy(0, slots.long(), rows)
-
-
 @short_conv.lowering
-def _(ge, x, weight, window, slots, lengths, counts):
+def _(ge, *args):
+    return ge.serve("short convolution", OFFERS, *args)
+
+
+def _own(ge, x, weight, window, slots, lengths, counts):
     inputs = {"x": x, "weight": weight, "window": window, "slots": slots, "lengths": lengths, "counts": counts}
-    if ge.soc == "950":
-        reason = "own type: CANN's CausalConv1d keeps its window in another order and does not know padded rows"
-    else:
-        reason = "own type: CANN has CausalConv1d for 950 alone"
-    ge.chose("short convolution", "ShortConv", reason)
     return ge.own("ShortConv", inputs, ["y", "window"], {})
+
+
+def _composed(ge, x, weight, window, slots, lengths, counts):
+    """A product for each tap, summed in float32; what a row keeps is gathered by where its real tokens end."""
+    f32, half, (rows, tokens, heads, key) = torch.float32, ge.dtype(x), ge.shape(x)
+    kept = ge.shape(window)[-1]
+    seen = tokens + kept
+    old = ge.GatherV2(window, slots, ge.const([0], torch.int64), negative_index_support=False)
+    old = ge.Transpose(ge.mark(old, (rows, heads, key, kept), half), ge.const([0, 3, 1, 2], torch.int64))
+    goes_on = ge.reshape(ge.mark(ge.Greater(lengths, counts), (rows,), torch.bool), [rows, 1, 1, 1])
+    old = ge.SelectV2(goes_on, old, ge.const(0.0, half))  # whatever the slot holds, no number included
+    inputs = ge.concat([ge.mark(old, (rows, kept, heads, key), half), x], 1)
+    y = None
+    for j in range(kept + 1):
+        term = ge.Mul(ge.cast(ge.cut(inputs, 1, j, tokens), f32), ge.weight_as(weight, f32, taken=(2, j)))
+        y = term if y is None else ge.Add(y, term)
+    y = ge.cast(ge.mark(ge.Swish(y), ge.shape(x), f32), half)
+    firsts = ge.const([[row * seen + j for j in range(kept)] for row in range(rows)], torch.int64)
+    at = ge.mark(ge.Add(firsts, ge.reshape(counts, [rows, 1])), (rows, kept), torch.int64)
+    flat = ge.reshape(inputs, [rows * seen, heads * key])
+    last = ge.GatherV2(flat, at, ge.const([0], torch.int64), negative_index_support=False)
+    last = ge.reshape(ge.mark(last, (rows, kept, heads * key), half), [rows, kept, heads, key])
+    last = ge.Transpose(last, ge.const([0, 2, 3, 1], torch.int64))
+    return y, ge.ScatterNdUpdate(window, ge.reshape(slots, [rows, 1]), last)
+
+
+_OTHER_WINDOW = "keeps its windows as [slots, taps - 1, channels] and does not know padded rows"
+
+OFFERS = (
+    cannot("builtin", "CausalConv1d", _OTHER_WINDOW),
+    cannot("vllm-ascend", "CausalConv1d", "its definition has the windows, which it writes, among the inputs alone"),
+    Offer("own", "ShortConv", _own, "one kernel for prefill and decode, in place over slots"),
+    Offer("composed", "GatherV2, Mul, Add, Swish, ScatterNdUpdate", _composed, "a product for each tap, float32 sums"),
+)

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator
-
-SITU_GLU = "9.2"  # first CANN release with the operator
+from .offers import Offer
 
 
 def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
@@ -34,25 +33,29 @@ def _(x, beta, linear_beta):
 
 
 @situ.lowering
-def _(ge, x, beta, linear_beta):
-    if ge.has(SITU_GLU):
-        return _fused(ge, x, beta, linear_beta)
-    width = ge.shape(x)[-1] // 2
-    dim = ge.const(len(ge.shape(x)) - 1, torch.int64)
-    parts = ge.SplitV(x, ge.const([width, width], torch.int64), dim, num_split=2)
-    gate, up = (ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts)
+def _(ge, *args):
+    return ge.serve("SiTU", HALVES, *args)
+
+
+def _split(ge, x, beta, linear_beta):
+    gate, up = _parts(ge, x)
     return _composed(ge, gate, up, beta, linear_beta)
 
 
+def _parts(ge, x):
+    width = ge.shape(x)[-1] // 2
+    dim = ge.const(len(ge.shape(x)) - 1, torch.int64)
+    parts = ge.SplitV(x, ge.const([width, width], torch.int64), dim, num_split=2)
+    return [ge.mark(part, (*ge.shape(x)[:-1], width), ge.dtype(x)) for part in parts]
+
+
 def _fused(ge, x, beta, linear_beta):
-    ge.chose("SiTU", "SituGlu", f"built in since CANN {SITU_GLU}")
     attrs = {"dim": -1, "beta": beta, "linear_beta": linear_beta, "activate_left": True}
     return ge.own("SituGlu", {"x": x}, ["y"], attrs)
 
 
 def _composed(ge, gate, up, beta, linear_beta):
     """Element functions in float32; constants as operands, since an attribute would round their reciprocals."""
-    ge.chose("SiTU", "Tanh, Sigmoid, Mul", f"SituGlu is built in since CANN {SITU_GLU}, this is for {ge.cann}")
     f32 = torch.float32
     shape, dtype = ge.shape(gate), ge.dtype(gate)
     g, u, b, lb = ge.cast(gate, f32), ge.cast(up, f32), ge.const(beta, f32), ge.const(linear_beta, f32)
@@ -73,7 +76,30 @@ def _(gate, up, beta, linear_beta):
 
 
 @situ_mul.lowering
-def _(ge, gate, up, beta, linear_beta):
-    if ge.has(SITU_GLU):  # to put the two side by side moves fewer bytes than twelve element functions do
-        return _fused(ge, ge.concat([gate, up], len(ge.shape(gate)) - 1), beta, linear_beta)
-    return _composed(ge, gate, up, beta, linear_beta)
+def _(ge, *args):
+    return ge.serve("SiTU", PAIRS, *args)
+
+
+def _joined(ge, gate, up, beta, linear_beta):
+    """To put the two side by side moves fewer bytes than twelve element functions do."""
+    return _fused(ge, ge.concat([gate, up], len(ge.shape(gate)) - 1), beta, linear_beta)
+
+
+def _own(ge, gate, up, beta, linear_beta):
+    return ge.own("SituMul", {"gate": gate, "up": up}, ["y"], {"beta": beta, "linear_beta": linear_beta})
+
+
+def _own_split(ge, x, beta, linear_beta):
+    gate, up = _parts(ge, x)
+    return _own(ge, gate, up, beta, linear_beta)
+
+
+def _offers(builtin, composed, own) -> tuple[Offer, ...]:
+    return (
+        Offer("builtin", "SituGlu", builtin, "one operator"),
+        Offer("composed", "Tanh, Sigmoid, Mul", composed, "element functions in float32"),
+        Offer("own", "SituMul", own, "one kernel"),
+    )
+
+
+HALVES, PAIRS = _offers(_fused, _split, _own_split), _offers(_joined, _composed, _own)

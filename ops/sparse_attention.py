@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import padded_heads, power_of_two
+from .attention import latent_heads, padded_heads
 from .base import at_least_f32, may_overwrite, operator, transformed
 
 NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
@@ -267,7 +267,7 @@ def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, 
 @sparse_attention.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
     rows, tokens, heads, _ = ge.shape(q_latent)
-    wanted = heads if ge.soc == "950" else power_of_two(heads)
+    wanted = latent_heads(heads, ge.soc, ge.cann, sparse=True)
     reason = "CANN's operator; reads the selected rows of the cache alone"
     ge.chose("sparse attention", "SparseFlashAttention", reason + padded_heads(heads, wanted))
 

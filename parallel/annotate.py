@@ -136,5 +136,5 @@ def expert_combine(y: Any, chosen: Any, weights: Any, assist: Any, counts: Any, 
 
 
 def ways(x: Any, axis: str) -> int:
-    """Into how many parts a logical axis is split. `x`: any value of the body."""
+    """Into how many parts a logical axis is split. `x`: any value, of a body or global."""
     return handle_torch_function(ways, (x,), x, axis) if _answers(x) else 1

@@ -150,6 +150,11 @@ def _ways(_: Any, x: Local, name: str) -> int:
     return x.rules.ways(name)
 
 
+@rule("ways", linear=True)
+def _ways_globally(_: Any, x: Sharded, name: str) -> int:
+    return x.rules.ways(name)
+
+
 @_of_body
 def _splits(_: Any, x: Local, axis: str, other: str) -> bool:
     return _are_split(x.rules, axis, other)

@@ -92,7 +92,7 @@ def place(path: str, spec: ParamSpec, rules: Rules, dtype: torch.dtype, padding:
     Raises:
         ShardingError: a size that does not divide, an axis without a rule, a mesh axis that would split two dims.
     """
-    rules = rules.padded(padding or {})
+    rules = rules.padded(padding) if padding else rules
     shape = tuple(rules.physical(name, size) for name, size in zip(spec.axes, spec.shape, strict=True))
     dims = tuple(map(rules.on, spec.axes))
     seen: dict[str, str] = {}

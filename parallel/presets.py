@@ -18,7 +18,10 @@ PHASES = ("vision", "prefill", "decode")
 _ALWAYS: dict[str, tuple[str | None, str]] = {
     # activations and states
     "batch": ("data", "rows of a batch do not depend on each other"),
-    "slots": ("data", "a row's memory lives where the row is computed; along context each rank has the last one's"),
+    "slots": (
+        "data",
+        "a row's memory lives where the row is computed; along context each rank has what the last stretch left",
+    ),
     "patches": (None, "every patch of a picture attends to every other"),
     # weights
     "vocab": ("tensor", "a rank looks up the tokens it has; the head's results stay split"),
@@ -71,7 +74,10 @@ Row = tuple[str, tuple[str | Axes | None, str]]
 def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> Iterator[Row]:
     prefill = phase == "prefill"
     cached: Axes = ("context", "tensor") if split_cache else ("context",)
-    yield "sequence", (None, "every rank of context has all new tokens: KDA goes through them one after another")
+    yield (
+        "sequence",
+        (None, "between layers every rank of context has all new tokens: any may belong to its pages of a cache"),
+    )
     why = "a sequence's cache lies where its row is computed, every so manieth page of it on each rank that shares it"
     yield "pages", (("data", *cached), why if split_cache else f"{why}; split_cache: over tensor too")
     yield "cached", (cached, "a rank scores its pages of a sequence and attends to them; the parts are merged")
@@ -82,7 +88,8 @@ def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> It
         else ("tensor", "heads do not depend on each other"),
     )
     one = (None, "a step has one query a row")
-    yield "queries", ("context", "a rank attends with a stretch of the new tokens, to all keys") if prefill else one
+    why = "a rank takes a stretch of the new tokens: attends with it to all keys, goes on with KDA from the one before"
+    yield "queries", ("context", why) if prefill else one
     why = "the indexer has no heads to split, so its queries are"
     yield "index_queries", (("context", "tensor"), why) if prefill else one
     yield "token", (_token(mesh, prefill, exchange), _TOKEN[exchange])

@@ -27,3 +27,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from kimi_graph.read_config import load_config
 
     return make_fixture(load_config("kimi-linear-48b"), tmp_path_factory.mktemp("checkpoints") / "tiny").folder
+
+
+@pytest.fixture(scope="session")
+def twin_cache(request: pytest.FixtureRequest) -> Path:
+    """Where kernels are built for the CPU; libraries are found again by content, in later runs too."""
+    from kimi_graph.ops.twin import compiler
+
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler: g++ or clang++")
+    return request.config.cache.mkdir("twin")

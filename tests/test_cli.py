@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["targets", "plan", "shard", "compile", "inspect", "fixture", "check", "lint", "verify"]
+COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify"]
 
 
 class Found:
@@ -53,6 +53,7 @@ def run(monkeypatch):
         for module, names in {
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
+            "kimi_graph.compile.coverage": ["cover_model"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
@@ -102,7 +103,19 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["targets", "plan", "shard", "compile", "inspect", "fixture", "check", "compile", "lint", "verify"]
+    assert shown == [
+        "targets",
+        "plan",
+        "shard",
+        "ops",
+        "compile",
+        "inspect",
+        "fixture",
+        "check",
+        "compile",
+        "lint",
+        "verify",
+    ]
 
 
 def test_the_version_is_the_packages():
@@ -169,6 +182,8 @@ def test_help_names_the_targets_and_releases_there_are():
     assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
     assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
     assert cli.KV_DTYPES == caches.KV_DTYPES
+    assert tuple(cli.PROVIDERS.split(", ")) == targets.PROVIDERS
+    assert tuple(cli.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
 
 
 def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_line(run):
@@ -178,6 +193,26 @@ def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_
     result, called = run([*arguments, "--kv-dtype", "int4"])
     assert (result.exit_code, called) == (2, {})
     assert "unknown dtype of caches 'int4'; one of bf16, int8, fp8." in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", [["compile", "m", "--dry-run"], ["ops", "m"]], ids=str)
+def test_providers_are_passed_on_in_their_order_and_others_are_answered_before_anything_is_imported(run, command):
+    _, called = run([*command, "--target", "a3", "--providers", "own, builtin"])
+    (options,) = (options for _, options in called.values() if "target" in options)
+    assert options["target"].providers == ("own", "builtin")
+    result, called = run([*command, "--target", "a3", "--providers", "builtin,vlm"])
+    assert (result.exit_code, called) == (1, {})
+    assert "provider 'vlm' is not known; the nearest is" in result.stderr
+
+
+def test_operators_that_cannot_be_served_are_exit_code_1_after_the_report(run):
+    report = Found()
+    report.passed = False
+    result, _ = run(["ops", "m", "--target", "a3"], cover_model=lambda *a, **k: report)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "error: 2 graphs, 12 nodes")
+    assert result.stdout.startswith("phase")
+    result, _ = run(["ops", "m", "--target", "a3", "--json"], cover_model=lambda *a, **k: report)
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"graphs": 2})
 
 
 def test_an_unknown_target_is_answered_before_anything_is_imported(run):
@@ -318,3 +353,21 @@ def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted
     assert out == ""
     assert "Downloading" in err
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", err)  # no foreground colour
+
+
+def test_the_way_to_run_our_operators_is_passed_on(run):
+    _, called = run(["verify", "b", "--kernels", "twin", "--cache-dir", "kept"])
+    assert called["verify_bundle"][1]["kernels"] == Path("kept") / "twin"
+    assert run(["verify", "b"])[1]["verify_bundle"][1]["kernels"] is None
+    result, called = run(["verify", "b", "--kernels", "npu"])
+    assert (result.exit_code, called) == (2, {})
+
+
+def test_the_operator_project_is_written_and_named(run, tmp_path):
+    result, _ = run(["kernels", "export", str(tmp_path / "out")])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"operator project of .*KdaStep.*: \d+ files -> \S+ in \d+\.\d s", result.output.strip())
+    result, _ = run(["kernels", "export", str(tmp_path / "out")])
+    assert (result.exit_code, "replace it with --overwrite" in result.stderr) == (1, True)
+    purpose, example, usage = run(["kernels", "export", "--help"])[0].output.split("\n\n")[:3]
+    assert purpose.startswith("  Write") and example.startswith("  kimi-graph kernels export") and "Usage:" in usage

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -24,6 +25,8 @@ from kimi_graph.shard import (
     ranks_text,
     shard_model,
 )
+
+README = Path(kg.__file__).resolve().parent.parent / "README.md"
 
 
 def request(model, mesh, **kwargs):
@@ -52,9 +55,12 @@ def test_every_parameter_is_in_one_kind_and_bytes_of_all_ranks_are_those_of_the_
 
 
 def test_stages_of_k3_are_as_published(launch):
+    """Public case M3: 24, 23, 23 and 23 layers; hidden states and 2, 4, 6 closed residual blocks cross."""
     stages = launch.to_json()["stages"]
     assert [s["layers"] for s in stages] == [[0, 23], [24, 46], [47, 69], [70, 92]]
     assert [s["mixers"]["mla"] for s in stages] == [6, 5, 6, 7]
+    assert [s["mixers"]["kda"] for s in stages] == [18, 18, 17, 16]
+    assert [s["edge"] and len(s["edge"]["values"]) - 1 for s in stages] == [2, 4, 6, None]
     assert [s["edge"] and s["edge"]["bytes_per_token"] for s in stages] == [3 * 14336, 5 * 14336, 7 * 14336, None]
 
 
@@ -64,7 +70,20 @@ def test_weights_as_released_are_those_of_the_published_files():
     assert stage.released == 1_560_860_324_864 - 69 * 32 * 4
 
 
+@pytest.mark.parametrize("tensor", [4, 16, 32])
+def test_a_tower_of_12_heads_is_split_or_whole_and_said_and_text_is_as_without_it(tensor):
+    """Public case M4: at tp=16 and 32 every rank computes the tower; at tp=4 it is split."""
+    plan = shard_model(request("kimi-k3", f"tp={tensor}", phase="vision"))
+    towers = [kind for kind in plan.parameters if kind.part == "vision" and "vision_heads" in kind.placement.axes]
+    assert towers and {kind.placement.replicas for kind in towers} == {1 if tensor == 4 else tensor}
+    said = f"vision: the tower's 12 heads do not divide over tp={tensor}: every rank computes all of it"
+    assert (said in plan.notes) == (tensor != 4)
+    heads = [k for k in plan.parameters if "heads" in k.placement.axes]
+    assert heads and all(k.placement.replicas == 1 for k in heads)
+
+
 def test_a_tower_that_is_whole_is_said(launch):
+    """Public case M4."""
     assert "vision: the tower's 12 heads do not divide over tp=32: every rank computes all of it" in launch.notes
     (row,) = [w for w in launch.whole if "12 heads" in w[1]]
     assert row[0] == "tensor" and row[2] == ("vision", "projector")
@@ -91,7 +110,7 @@ def test_states_of_a_rank_have_a_slot_and_a_page_more_than_its_sequences():
     assert local["s.layers.*.kda.memory"] == (3 + 1, 24, 128, 128)
     assert local["s.layers.*.mla.latent"] == (3 * 8 // 2 + 1, 128, 512)
     assert [w[1] for w in plan.whole if w[0] == "context" and "kda states" in w[2]] == [
-        "a row's memory lives where the row is computed; along context each rank has the last one's"
+        "a row's memory lives where the row is computed; along context each rank has what the last stretch left"
     ]
 
 
@@ -104,10 +123,31 @@ def test_a_million_tokens_are_rounded_to_whole_pages_on_each_rank():
         shard_model(request("kimi-k3.1-pro", "tp=32", max_len=1_048_577))
 
 
-def test_heads_that_attention_pads_are_said():
-    notes = shard_model(request("kimi-k3", "tp=8")).notes
-    assert any("12 -> 16: 33% more queries" in note for note in notes)
-    assert not any("more queries" in note for note in shard_model(request("kimi-linear-48b", "tp=4")).notes)
+@pytest.mark.parametrize(
+    "model, target, phase, words",
+    [
+        ("kimi-k3.1-pro", "a3", "decode", "attention: SparseFlashAttention of a3 takes powers of two: "),
+        ("kimi-k3.1-pro", "a3", "prefill", "attention: SparseFlashAttention of a3 takes powers of two: "),
+        ("kimi-k3.1-pro", "950dt", "decode", ""),
+        ("kimi-k3", "a3", "decode", ""),
+    ],
+)
+def test_heads_that_attention_pads_are_said_where_the_target_needs_it(model, target, phase, words):
+    """Public case M7: tp=8 leaves 12 heads. The prolog it is about is not used; attention to selected keys takes any
+    number of heads on 950 and powers of two on A3, attention to all cached keys any number from CANN 9.2 on."""
+    notes = shard_model(request(model, "tp=8", target=target, phase=phase)).notes
+    wanted = [f"{words}12 heads of a rank padded to 16 and stripped, 33% more queries"] if words else []
+    assert [note for note in notes if note.startswith("attention:")] == wanted
+
+
+def test_heads_that_are_a_power_of_two_are_not_padded():
+    notes = shard_model(request("deepseek-v3.2", "tp=8")).notes
+    assert not any(note.startswith("attention:") for note in notes)
+
+
+def test_heads_of_the_whole_attention_are_those_of_every_rank_where_caches_are_split():
+    notes = shard_model(request("kimi-k3.1-pro", "tp=8", split_cache=True)).notes
+    assert not any(note.startswith("attention:") for note in notes)  # merged densely, and any number from CANN 9.2 on
 
 
 def test_experts_on_an_inner_part_are_copied_over_the_rest_and_that_is_said():
@@ -147,6 +187,21 @@ def test_a_decode_layer_of_k3_has_one_collective_for_its_mixer_and_three_for_its
     assert {p.part: p.count for p in plan.collectives} == {"embed": 1, "kda": 69, "mla": 24, "dense": 1, "moe": 92}
     lines = {i.source.split(":")[0] for p in plan.collectives for i in p.issued}
     assert lines == {"models/decoder.py", "layers/kda.py", "layers/mla.py", "layers/ffn.py", "layers/moe.py"}
+
+
+@pytest.mark.parametrize("tensor, column", [(8, 3), (16, 4), (32, 5)])
+def test_bytes_and_collectives_of_a_decode_layer_are_those_of_the_readme(tensor, column):
+    """At most one collective in KDA, two in DSA and four in MoE was promised."""
+    plan = shard_model(request("kimi-k3.1-pro", f"tp={tensor}"))
+    parts = {part.part: part for part in plan.collectives}
+    rows = [[cell.strip() for cell in line.split("|")] for line in README.read_text().splitlines()]
+    for name, part, most in (("KDA", "kda", 1), ("DSA", "mla", 2), ("MoE", "moe", 4)):
+        (row,) = [row for row in rows if row[1:2] == [name]]
+        assert (row[2], row[column]) == (str(len(parts[part].issued)), f"{parts[part].bytes:,}")
+        assert len(parts[part].issued) <= most
+    (line,) = [line for line in plan.text().splitlines() if line.startswith("in one part: ")]
+    assert f"kda 1 ({parts['kda'].bytes:,} bytes)" in line
+    assert {p["part"]: p["bytes"] for p in plan.to_json()["collectives"]} == {n: p.bytes for n, p in parts.items()}
 
 
 def test_experts_over_data_read_all_rows_and_sum_over_both():
@@ -228,17 +283,29 @@ def test_a_part_that_a_layer_cannot_do_on_the_mesh_says_so_with_its_line(monkeyp
 
 
 def test_64_ways_of_96_heads_exit_with_1_and_name_the_nearest():
+    """Public case M1."""
     result = command("kimi-k3", "--mesh", "tp=64")
     assert result.exit_code == 1
     assert "error: kimi-k3 cannot be on tp=64:" in result.output
-    assert "heads=96" in result.output and "nearest 48" in result.output
+    assert "heads=96" in result.output
+    assert "Legal tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96; nearest 48" in result.output
     assert "The nearest tp at which everything divides, nothing padded: 32." in result.output
 
 
+def test_64_ranks_whose_attention_is_16_ways_in_4_copies_are_taken():
+    """Public case M1: the same 64 devices with data-parallel attention; experts stay split over all of them."""
+    plan = shard_model(request("kimi-k3", "dp=4,tp=16,ep=64"))
+    local = {kind.name: kind.placement.local for kind in plan.parameters}
+    assert local["layers.*.kda.query"][0] == 6 and local["layers.*.moe.gate_up"][0] == 14
+    assert "the same ranks as dp=2,tp=32" in command("kimi-k3", "--mesh", "tp=64").output
+
+
 def test_a_batch_of_31_is_refused_where_its_rows_are_sent_to_experts():
+    """Public case M10, of batches: 31 rows over 32 ranks; 32 pass. Where rows are not split over tp any number does."""
     with pytest.raises(ShardingError, match=r"batch: token=31 does not divide over 32 .* Nearest: 32"):
         shard_model(request("kimi-k3", "tp=32", batch=31, exchange=True))
     shard_model(request("kimi-k3", "tp=32", batch=32, exchange=True))
+    shard_model(request("kimi-k3", "tp=32", batch=31))
     with pytest.raises(ShardingError, match="--batch: batch=3 does not divide over 2"):
         shard_model(request("kimi-k3", "dp=2", batch=3))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kimi_graph.compile.ge_proto import Dtype, OpDef, TensorDescriptor, attr_value, dtype_of, is_known, shape_of
 from kimi_graph.errors import KimiGraphError
 
+from .on_twin import running
 from .registry import Semantics, argument_name
 
 Edge = tuple[str, int]
@@ -117,6 +118,11 @@ class Op:
             if found != value:
                 self.fail(f"attribute {name!r} is {found!r}, supported is {value!r}")
 
+    def all_attrs(self) -> Mapping[str, Any]:
+        """Every attribute, for who reads them all."""
+        self._read |= set(self.node.attrs)
+        return self.node.attrs
+
     def check_all_read(self) -> None:
         """A changed or added attribute must not pass unnoticed."""
         left = sorted(set(self.node.attrs) - self._read)
@@ -206,9 +212,12 @@ def evaluate(op: Op, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Outputs of the node, in order, checked against their number and in-place use."""
     semantics = op.node.semantics
     assert semantics is not None
-    by_parameter = _parameters(op, arguments)
+    by_parameter, kernels = _parameters(op, arguments), running()
     try:
-        made = semantics.run(op, **by_parameter)
+        if kernels is not None and kernels.serve(op, arguments):
+            made = kernels.run(op, arguments)
+        else:
+            made = semantics.run(op, **by_parameter)
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         shapes = ", ".join(f"{name} {_shape(given)}" for name, given in arguments.items() if given is not None)
         op.fail(f"{str(error).splitlines()[0]} [{shapes}]")

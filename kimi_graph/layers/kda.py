@@ -13,11 +13,14 @@ from torch import Tensor
 from kimi_graph import ops
 from kimi_graph.config import KdaConfig
 from kimi_graph.ops import at_least_f32, contract
+from kimi_graph.parallel import constrain, ways
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
+from . import handover
 from .batch import Batch, KdaState, new_rows, one_token
+from .stretches import own_stretch
 
 
 @param_tree
@@ -125,30 +128,37 @@ def kda(
         specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)
         new: tuple[KdaState[Tensor], Batch[Tensor]] = new_rows("kda", (state, batch), specs, x_BTD)
         state, batch = new
-    width = (batch.slots, batch.lengths, batch.counts)
-    q_BTHK, query = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.query), p.query_conv, state.query, *width)
-    k_BTHK, key = ops.short_conv(contract("btd,hkd->bthk", x_BTD, p.key), p.key_conv, state.key, *width)
-    v_BTHV, value = ops.short_conv(contract("btd,hvd->bthv", x_BTD, p.value), p.value_conv, state.value, *width)
+    rows, shared = (batch.slots, batch.lengths, batch.counts), ways(x_BTD, "queries") > 1
+    own_BTD = own_stretch(x_BTD)  # on a mesh the new tokens of a prefill are shared out, see `handover`
+    inputs = (contract("btd,hkd->bthk", own_BTD, w) for w in (p.query, p.key, p.value))
+    taps, windows = (p.query_conv, p.key_conv, p.value_conv), (state.query, state.key, state.value)
+    if shared:
+        convolved = handover.short_convs([*inputs], taps, windows, rows)
+    else:
+        convolved = [ops.short_conv(*conv, *rows) for conv in zip(inputs, taps, windows, strict=True)]
+    (q_BTHK, query), (k_BTHK, key), (v_BTHV, value) = convolved
 
-    low_BTR = contract("btd,rd->btr", x_BTD, p.decay_down)
+    low_BTR = contract("btd,rd->btr", own_BTD, p.decay_down)
     raw_BTHK = contract("btr,hkr->bthk", low_BTR, p.decay_up)
     decay_BTHK = tap("decay", ops.kda_gate(raw_BTHK, p.decay_bias, p.log_rate, c.gate_lower_bound))
-    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(contract("btd,hd->bth", x_BTD, p.beta))))
+    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(contract("btd,hd->bth", own_BTD, p.beta))))
     q_BTHK, k_BTHK = ops.l2_norm(q_BTHK, 1e-6), ops.l2_norm(k_BTHK, 1e-6)
 
     scale = c.key**-0.5
     if step:
         one_token("kda", x_BTD)
         o_BTHV, memory = ops.kda_step(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, batch.slots, scale)
+    elif shared:
+        o_BTHV, memory = handover.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, rows, scale)
     else:
-        o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *width, scale)
+        o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *rows, scale)
     memory = tap("state", memory, lambda m: m[batch.slots.long()])
 
     if p.gate is not None:
-        gate_BTHV = contract("btd,hvd->bthv", x_BTD, p.gate)
+        gate_BTHV = contract("btd,hvd->bthv", own_BTD, p.gate)
     else:
         assert p.gate_down is not None and p.gate_up is not None
-        gate_BTHV = contract("btr,hvr->bthv", contract("btd,rd->btr", x_BTD, p.gate_down), p.gate_up)
+        gate_BTHV = contract("btr,hvr->bthv", contract("btd,rd->btr", own_BTD, p.gate_down), p.gate_up)
     o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
-    return y_BTD, KdaState(memory=memory, query=query, key=key, value=value)
+    return constrain(y_BTD, "batch", "sequence", None), KdaState(memory=memory, query=query, key=key, value=value)

@@ -25,7 +25,7 @@ from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
-from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_queries, own_rows
+from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_queries, own_rows, own_stretch
 
 
 @param_tree
@@ -110,7 +110,7 @@ def mla(
         new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD, rotation)
         state, batch = new
     # On a mesh the queries of a prefill are shared out, and what follows from them alone; keys are everybody's.
-    own_BTD = constrain(x_BTD, "batch", "queries", None)
+    own_BTD = own_stretch(x_BTD)
     query_BTX = own_BTD
     if p.query_down is not None and p.query_norm is not None:
         query_BTX = ops.rms_norm(contract("btd,qd->btq", own_BTD, p.query_down), p.query_norm, c.latent_eps)

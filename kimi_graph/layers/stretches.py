@@ -19,7 +19,7 @@ from torch import Tensor
 from kimi_graph import ops
 from kimi_graph.errors import ShardingError
 from kimi_graph.ops import NO_SCORE, at_least_f32
-from kimi_graph.parallel import summand, ways
+from kimi_graph.parallel import constrain, summand, ways
 from kimi_graph.parallel.annotate import all_gather, own_index, own_slice
 
 POOL = (("batch", "cached"), None, None)  # logical axes of a pool in a body: a device has pages of its rows alone
@@ -34,6 +34,22 @@ def own_rows(slot_mapping: Tensor, pool: Tensor) -> Tensor:
     own = slot_mapping - own_index(pool, "cached", rows)
     inside = own.clamp(0, rows - 1)
     return inside * (inside == own)
+
+
+def own_stretch(x_BTD: Tensor) -> Tensor:
+    """Of a prefill's new tokens those whose queries are this device's, as many on each; all of them in a step.
+
+    Raises:
+        ShardingError: the tokens do not divide.
+    """
+    count, tokens = ways(x_BTD, "queries"), x_BTD.shape[1]
+    if tokens % count:
+        near = " or ".join(f"{n:,}" for n in (tokens // count * count, -(-tokens // count) * count) if n)
+        raise ShardingError(
+            f"{tokens:,} new tokens of a row do not divide over the {count} devices that share them out; "
+            f"nearest: {near}."
+        )
+    return constrain(x_BTD, "batch", "queries", None)
 
 
 def own_queries(x: Tensor, axis: str, lengths: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

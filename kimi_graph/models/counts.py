@@ -9,6 +9,11 @@ from kimi_graph.config import ModelConfig, MoeConfig
 
 from .decoder import model_specs
 
+PARTS = (  # in reading order
+    "embed", "kda", "mla", "indexer", "dense", "router", "latent", "experts", "shared experts", "residuals", "norms",
+    "head", "vision", "projector",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:

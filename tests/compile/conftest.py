@@ -8,7 +8,7 @@ import pytest
 
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
-from kimi_graph.compile.targets import CANN_DEFAULT, target
+from kimi_graph.compile.targets import CANN_DEFAULT, PROVIDERS_DEFAULT, target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.fixture import make_fixture
 from kimi_graph.read_config import load_config
@@ -32,11 +32,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compile_small(small: Path, host: Host) -> Compile:
-    """`compile_small(out, **options)` compiles it for A3: 2 rows, chunks of 16, 64 tokens in pages of 16."""
+    """`compile_small(out, **options)` compiles it for A3: 2 rows, chunks of 16, 64 tokens in pages of 16.
+
+    `target`, `cann` and `providers` are those of `targets.target`, other options compile's.
+    """
 
     def run(out: Path | None, **options: Any) -> Any:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
-        profile = target(options.pop("target", "a3"), cann=options.pop("cann", CANN_DEFAULT))
+        given = {"cann": CANN_DEFAULT, "providers": PROVIDERS_DEFAULT}
+        given |= {name: options.pop(name) for name in given.keys() & options.keys()}
+        profile = target(options.pop("target", "a3"), **given)
         model = options.pop("model", small)
         return compile_model(load_config(model), target=profile, out=out, **{"checkpoint": small, **sizes, **options})
 

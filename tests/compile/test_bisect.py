@@ -58,10 +58,10 @@ def first(ops, prefix, type_):
 
 
 def other_constant(ops):
-    """The square in layer 1's L2 norm becomes a power of 4 (and in every place that shares the constant)."""
-    power = first(ops, "layers.1.kda/", "Pow")
-    constant = ops[split_edge(power.input[1])[0]]
-    constant.attr["value"].t.CopyFrom(tensor_def(tensor_value(constant.attr["value"].t) * 2))
+    """The epsilon of layer 1's L2 norm becomes another (and in every place that shares the constant)."""
+    adds = (op for op in ops.values() if op.name.startswith("layers.1.kda/") and op.type == "Add")
+    constant = next(ops[split_edge(op.input[1])[0]] for op in adds if op.input[1].startswith("const"))
+    constant.attr["value"].t.CopyFrom(tensor_def(tensor_value(constant.attr["value"].t) * 1000))
 
 
 def other_type(ops):
@@ -96,7 +96,7 @@ CASES = {
         "layers.1.kda/MatMul",
         "layers/kda.py",
     ),
-    "a constant": ("prefill", other_constant, r"layers.0.kda/Pow(_\d+)?", "layers/kda.py"),
+    "a constant": ("prefill", other_constant, r"layers.0.kda/Square(_\d+)?", "layers/kda.py"),
     "an operator": ("decode", other_type, r"layers.2.moe/Swish(_\d+)?", "layers/ffn.py"),
     "the head's norm": ("decode", scaled("head/RmsNorm", "epsilon"), "head/RmsNorm", "models/decoder.py"),
     "the residual stream": (

@@ -2,6 +2,8 @@
 
 import operator
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kimi_graph import ops, tree
-from kimi_graph.compile.capture import capture
+from kimi_graph.compile.capture import _called, capture
 from kimi_graph.compile.phases import Bucket, capture_pieces
 from kimi_graph.models import decoder
 from kimi_graph.ops import contract
@@ -164,3 +166,58 @@ def test_a_tensor_from_outside_is_a_constant_of_the_graph():
 def test_a_value_written_in_place_is_read_as_it_is_afterwards():
     got = capture(lambda x: {"y": x.exp().add_(1).sin()}, {"x": meta(2)})
     assert [str(n.target) for n in calls(got)] == ["aten.exp.default", "aten.add_.Tensor", "aten.sin.default"]
+
+
+aten = torch.ops.aten
+BF16, INT, F64 = torch.bfloat16, torch.int32, torch.float64
+CALLS = [
+    (aten.add.Tensor, (meta(4, 1), meta(3)), {}),
+    (aten.add.Tensor, (meta(2, dtype=INT), 1.5), {}),
+    (aten.add.Tensor, (meta(2, dtype=INT), 2), {"alpha": 3}),
+    (aten.mul.Tensor, (meta(2, 3, dtype=BF16), meta(dtype=torch.float32)), {}),
+    (aten.mul.Tensor, (meta(2, 3, dtype=BF16), meta(3, dtype=F64)), {}),
+    (aten.mul.Tensor, (meta(3), torch.tensor(2.0, dtype=F64)), {}),
+    (aten.ge.Scalar, (meta(5, dtype=INT), 2), {}),
+    (aten.where.self, (meta(4, 1, dtype=torch.bool), meta(3, dtype=BF16), meta(1)), {}),
+    (aten.clamp.default, (meta(5, dtype=INT),), {"min": 0}),
+    (aten.sigmoid.default, (meta(3, 4, dtype=INT),), {}),
+    (aten.bitwise_and.Tensor, (meta(3, dtype=torch.bool), meta(2, 1, dtype=torch.bool)), {}),
+    (aten.remainder.Scalar, (meta(5, dtype=INT), 3), {}),
+    (aten.floor_divide.default, (meta(5, 1, dtype=INT), meta(2, dtype=INT)), {}),
+    (aten.div.Tensor_mode, (meta(5, dtype=INT), 2), {"rounding_mode": "floor"}),
+    (aten._to_copy.default, (meta(5),), {"dtype": BF16}),
+    (aten.add.Tensor, (meta(2, 3, 4).permute(2, 0, 1), meta(4, 2, 3)), {}),
+    (aten.cat.default, ([meta(2, 3), meta(2, 1, dtype=BF16)], -1), {}),
+    (aten.cat.default, ([meta(2, 3), meta(4, 3)],), {}),
+]
+
+
+@pytest.mark.parametrize("f, args, kwargs", CALLS, ids=lambda x: str(x) if isinstance(x, torch._ops.OpOverload) else "")
+def test_what_pointwise_calls_and_concatenations_give_is_what_torch_says(f, args, kwargs):
+    found, want = _called(f, args, kwargs), f(*args, **kwargs)
+    assert (found.shape, found.dtype, found.stride(), found.device) == (want.shape, want.dtype, want.stride(), META)
+
+
+@pytest.mark.parametrize("f, args", [
+    (aten.add.Tensor, (meta(4), meta(3))),
+    (aten.cat.default, ([meta(2, 3), meta(3, 2)], 0)),
+])  # fmt: skip
+def test_calls_that_cannot_be_are_refused_as_torch_refuses_them(f, args):
+    with pytest.raises(RuntimeError, match=r"[Ss]izes? of|broadcast|[Ss]hape"):
+        _called(f, args, {})
+
+
+@pytest.mark.slow
+def test_a_model_on_a_mesh_is_traced_without_dynamo():
+    """It takes longer to import than all of the tracing. A process of its own: here others have imported it."""
+    code = """
+import sys
+from kimi_graph.parallel import Mesh
+from kimi_graph.read_config import load_config
+from kimi_graph.shard import Request, shard_model
+for phase in ("vision", "prefill", "decode"):
+    shard_model(Request(config=load_config("kimi-k3.1-pro"), mesh=Mesh.parse("tp=8"), phase=phase))
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

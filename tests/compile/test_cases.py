@@ -4,6 +4,7 @@ They are held first where they belong: config parsing (C5, C8, K11, R1, R7), che
 and the router (K11). Here each meets graphs and bundles.
 """
 
+import functools
 import json
 import re
 import shutil
@@ -18,12 +19,14 @@ from kimi_graph.compile import air, driver
 from kimi_graph.compile.bundle import CONSTANTS, LOCAL, open_bundle
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.executor import Executor
-from kimi_graph.compile.ge_proto import ModelDef, describe, get_attr, set_attr, split_edge
+from kimi_graph.compile.ge_proto import ModelDef, describe, get_attr, set_attr, shape_of, split_edge
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import verify_bundle
 from kimi_graph.errors import CheckpointError, CompileError, ConfigError
 from kimi_graph.fixture import make_fixture, small_config
 from kimi_graph.models import init_params, model_specs
+from kimi_graph.models.decoder import state_specs
+from kimi_graph.parallel import Mesh, place, preset
 from kimi_graph.read_config import load_config, parse_config
 
 PRESET = load_config("kimi-linear-48b")
@@ -196,6 +199,41 @@ def test_the_bias_takes_part_in_the_selection_alone(bundle, small):  # case K11
 def test_more_experts_than_the_routing_operator_takes_are_refused(host):  # case K11
     with pytest.raises((ConfigError, CompileError), match=r"2,?048"):
         compile_model(model("many", 2, num_experts=2049), target=target("a3"), out=None)
+
+
+# ---- M: meshes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip, used", [("a3", 16), ("950dt", 12)])
+def test_heads_that_attention_to_selected_keys_does_not_take_are_padded_and_stripped(family_bundle, chip, used):
+    """Case M7: 12 heads. SparseFlashAttention takes powers of two on A3, any number on 950."""
+    folder = family_bundle("kimi-k3.1-pro", chip)
+    opened = open_bundle(folder)
+    graph = air.from_bytes(opened.graph_bytes(opened.graph("decode")), "decode").graph[0]
+    (heads,) = {shape_of(op.input_desc[0])[2] for op in graph.op if op.type == "SparseFlashAttention"}
+    assert heads == used
+    (reason,) = {c["reason"] for c in opened.manifest["choices"] if c["operator"] == "SparseFlashAttention"}
+    assert ("12 heads padded to 16, a power of two, and stripped: 33% more queries" in reason) == (used == 16)
+    report = verify_bundle(folder, steps=1, modes=("exact",))
+    assert report.passed, report.text()
+
+
+def test_a_page_of_120_tokens_is_refused_and_one_of_128_is_not():  # case M10
+    ask = functools.partial(driver.Request, config=PRESET, target=target("a3"), mesh=Mesh.parse("tp=32"))
+    with pytest.raises(CompileError, match=r"--page 120: .*multiples of 16 up to 1,024; the nearest is 128"):
+        ask(page=120).check()
+    ask(page=128).check()
+
+
+def test_a_page_of_16_tokens_is_taken_at_32_ways():
+    """Case M10, which is refused elsewhere: there a page is cut over tp. Here pages stay whole, on each rank."""
+    request = driver.Request(config=PRESET, target=target("a3"), mesh=Mesh.parse("tp=32"), page=16, max_len=4096)
+    request.check()
+    for split in (False, True):
+        rules = preset(PRESET, Mesh.parse("tp=32"), "decode", split_cache=split)
+        specs = state_specs(PRESET, slots=64, pages=64, page=16, dtype=PRESET.dtype)
+        placed = place("s.layers.3.mla.latent", specs[3].latent, rules, PRESET.dtype)
+        assert placed.local == (2 if split else 64, 16, 512)
 
 
 # ---- W: weights ------------------------------------------------------------------------------------------------------

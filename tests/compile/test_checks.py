@@ -660,6 +660,47 @@ def test_limits_of_the_recurrent_delta_rule_hold(helpers, change, message):
         check(recurrent(**change), helpers)
 
 
+def kda_step(*, rows=2, nk=4, nv=4, dk=128, dv=128, slots=3, starts=None, indices=None, v_first=True, rates=0, **attrs):
+    g = Builder()
+    inputs = {name: g.data(name, [rows, 1, nk, dk]) for name in ("query", "key")}
+    inputs |= {"value": g.data("value", [rows, 1, nv, dv]), "gate": g.data("gate", [rows, 1, nv, dk], F32)}
+    inputs |= {"beta": g.data("beta", [rows, 1, nv], F32), "initial_state": g.state("s", [slots, nv, dv, dk], F32)}
+    inputs |= {"cu_seqlens": g.data("starts", [(starts or rows) + 1], I32)}
+    inputs |= {"ssm_state_indices": g.data("slots", [indices or rows], I32)}
+    inputs |= dict.fromkeys(("A_log", "dt_bias", "num_accepted_tokens"))
+    inputs |= {"A_log": g.data("rates", [rates], F32)} if rates else {}
+    made = {"attn_out": ([rows, 1, nv, dv], BF16)}
+    made |= dict.fromkeys(("initial_state", "final_state"), ([slots, nv, dv, dk], F32))
+    return g.done(g.add("step", "RecurrentKda", inputs, made, scale=1.0, state_v_first=v_first, **attrs))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"dk": 64}, "the key width is 64; expected 128"),
+        ({"dv": 64}, "the value width is 64; expected one of 128, 256"),
+        ({"nv": 257, "nk": 1}, "the number of value heads is 257; expected at most 256"),
+        ({"nk": 3}, "the number of value heads is 4; expected a multiple of the 3 key heads"),
+        ({"rows": 17, "starts": 2}, "the number of tokens is 17; expected at most 8 of each of 2 sequences"),
+        ({"indices": 1}, "ssm_state_indices is [1]; expected [2] or [2, steps]"),
+        ({"v_first": False}, "state_v_first is false"),
+        ({"layout": "BNSD"}, "layout is BNSD; expected one of BSND, TND"),
+        ({"safe_gate": True}, "A_log, dt_bias or safe_gate without use_gate_in_kernel; expected none"),
+        ({"use_gate_in_kernel": True}, "use_gate_in_kernel without A_log; expected the rates' logarithms"),
+        ({"use_gate_in_kernel": True, "rates": 3}, "A_log is [3]; expected [4]"),
+        (
+            {"use_gate_in_kernel": True, "rates": 4, "safe_gate": True, "lower_bound": -7.0},
+            "lower_bound is -7.0; expected from -5 to below 0",
+        ),
+    ],
+)
+def test_limits_of_recurrent_kda_hold(helpers, change, message):
+    check(kda_step(), helpers)
+    check(kda_step(use_gate_in_kernel=True, rates=4, safe_gate=True, lower_bound=-5.0), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(kda_step(**change), helpers)
+
+
 def test_cann_9_2_takes_a_float32_memory(helpers):
     check(recurrent(state=F32), helpers, cann="9.2")
 

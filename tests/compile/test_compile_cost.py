@@ -25,7 +25,7 @@ from tests.compile.family import FAMILY, small_model
 
 
 def test_compiling_the_48b_model_imports_no_torch_npu_and_no_inductor_and_stays_small(host):
-    """torch's shapes of meta tensors import dynamo and with it inductor's package, but no code generator of it."""
+    """torchair's converter imports dynamo and with it inductor's package, but no code generator of it."""
     code = """if True:
         import contextlib, json, re, sys
         from pathlib import Path
@@ -95,3 +95,16 @@ def test_equal_constants_are_one_node(request_48b, host):
     values = Counter(op.attr["value"].SerializeToString(deterministic=True) for op in constants)
     assert len(constants) > 10
     assert set(values.values()) == {1}
+
+
+@pytest.mark.slow
+def test_the_comparison_with_torchairs_own_export_makes_the_same_operators_on_both_sides(host):
+    """The benchmark refuses graphs that differ in collectives, grouped products, attention and KDA."""
+    script = Path(kimi_graph.__file__).resolve().parents[1] / "benchmarks/mesh_against_torchair.py"
+    arguments = ["kimi-linear-48b", "--mesh", "tp=2", "--layers", "4", "--rounds", "1", "--json"]
+    env = {**os.environ, "KIMI_GRAPH_CACHE": str(host.root.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, env=env)
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    assert found["counts"]["HcomAllReduce"] == 1 + 4 + 4
+    assert found["layers"] == 4 and found["all"]["theirs"] > found["one"]["theirs"]

@@ -19,6 +19,7 @@ from kimi_graph.compile.ge_proto import (
     split_edge,
     tensor_value,
 )
+from kimi_graph.compile.targets import target
 from kimi_graph.errors import CompileError
 
 bf16, f32, i32, i64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -32,7 +33,7 @@ def meta(*shape: int, dtype: torch.dtype = bf16) -> torch.Tensor:
 def lower(host):
     def lower(f, *, lowerings=None, **args) -> Converted:
         captured = f if isinstance(f, Captured) else capture(f, args)
-        return convert(captured.module, name="piece", host=host, target="a3", cann="9.1", lowerings=lowerings)
+        return convert(captured.module, name="piece", host=host, target=target("a3"), cann="9.1", lowerings=lowerings)
 
     return lower
 

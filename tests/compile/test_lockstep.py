@@ -458,6 +458,23 @@ def test_a_model_whose_caches_are_split_computes_what_it_does_without(host, name
     assert run.check_states(ran, states) == set(run.named_states)
 
 
+@pytest.mark.parametrize("mesh", some("cp=2", on_request=("cp=4", "cp=2,tp=2", "cp=2,dp=2")))
+@pytest.mark.parametrize("name", some("kimi-linear-48b", on_request=("kimi-k3", "kimi-k3.1-pro")))
+def test_one_graph_of_a_prefill_hands_memories_over_wherever_rows_end(host, name, mesh):
+    """Before, at and after the end of a stretch, with no token and with all; the last row's sequence starts."""
+    run = Run(model(name), Mesh.parse(mesh), "prefill")
+    graph = build_graph(Request(config=run.c, target=A3), run.b, host, rules=run.rules)
+    assert collectives_of(graph, "kda")[:2] == ["HcomAllGather"] * 2
+    for new in ((0, 3, 6, 12), (12, 7, 5, 6), (1, 2, 4, 5), (9, 12, 8, 0)):
+        run.through, within = batches(run.c, run.b, run.mesh.data, run.rules.ways("cached"), new)
+        run.given |= dict(tree.items({"batch": within}))
+        logits, states = run.want()
+        ran = run.step(graph, {})
+        got = gather(run.mesh, [r.outputs[0] for r in ran], run.dims(phases.value_axes("logits")))
+        assert difference(got, logits) <= ROUNDING
+        assert run.check_states(ran, states) == set(run.named_states)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("name", ["kimi-k3.1-pro", "glm-5.2"])
 def test_stages_whose_caches_are_split_hand_on_what_one_stage_computes(host, name, phase):

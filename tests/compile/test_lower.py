@@ -97,6 +97,11 @@ def test_an_own_type_with_one_output_gives_it_bare(ge):
     assert ge.own("One", {"x": ge.input("x", (2,), f32)}, ["y"], {}).tensor == "One:0"
 
 
+def test_a_constant_in_another_shape_is_another_constant(ge):
+    made = ge.reshape(ge.const([3, 1, 2], torch.int32), [3, 1])
+    assert made.node.type == "Const" and (ge.shape(made), ge.dtype(made)) == ((3, 1), torch.int32)
+
+
 def test_a_declared_input_is_the_same_memory_in_another_shape(ge):
     pool = ge.input("pool", (9, 128, 512), bf16)
     declared = ge.declare(pool, [9, 128, 1, 512])

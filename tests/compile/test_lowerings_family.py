@@ -15,8 +15,10 @@ from kimi_graph.compile.driver import convert_piece
 from kimi_graph.compile.executor import Executor, infer_shapes
 from kimi_graph.compile.ge_proto import ModelDef, data_edges, dtype_of, shape_of
 from kimi_graph.compile.lower import Choice
+from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, alias_states
+from kimi_graph.compile.targets import PROVIDERS_DEFAULT
 from kimi_graph.compile.targets import target as target_of
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.errors import CompileError
@@ -63,9 +65,9 @@ class Lowered:
         return {c.kind: c for c in self.converted.choices}
 
 
-def lower(host: Host, case: Case, where: tuple[str, str]) -> Lowered:
+def lower(host: Host, case: Case, where: tuple[str, str], providers: tuple[str, ...] = PROVIDERS_DEFAULT) -> Lowered:
     """Captured, converted, states in place, described, held against every rule of the target."""
-    target = target_of(where[0], cann=where[1])
+    target = target_of(where[0], cann=where[1], providers=providers)
     prototypes = Prototypes(target.soc, host.root)
 
     def call(x: dict[str, Tensor], s: dict[str, Tensor]) -> dict[str, Any]:
@@ -202,9 +204,10 @@ def written() -> Case:
     return Case(write, args, states=("pool",))
 
 
-def stepped() -> Case:
-    args = {"q": rand(3, 1, 4, 16), "k": rand(3, 1, 4, 16), "v": rand(3, 1, 4, 8), "beta": rand(3, 1, 4, dtype=F32)}
-    args |= {"decay": -rand(3, 1, 4, 16, dtype=F32).abs(), "memory": rand(5, 4, 8, 16, dtype=F32)}
+def stepped(key: int = 16, value: int = 8) -> Case:
+    args = {name: rand(3, 1, 4, key) for name in ("q", "k")}
+    args |= {"v": rand(3, 1, 4, value), "beta": rand(3, 1, 4, dtype=F32)}
+    args |= {"decay": -rand(3, 1, 4, key, dtype=F32).abs(), "memory": rand(5, 4, value, key, dtype=F32)}
     args |= {"slots": torch.tensor([3, 1, 4], dtype=I32)}
     args["beta"] = args["beta"].to(BF16).float()  # CANN's operator takes it in bfloat16
 
@@ -311,7 +314,18 @@ def test_situ_is_one_operator_from_cann_9_2_on(host):
     assert nodes(host, "situ_mul", "950dt", "9.2") == ["ConcatV2", "SituGlu"]
     old = lower(host, CASES["situ"], ("a3", "9.1"))
     assert {"Tanh", "Sigmoid", "Mul", "RealDiv"} <= set(old.types) and "SituGlu" not in old.types
-    assert old.choices["SiTU"].reason == "SituGlu is built in since CANN 9.2, this is for 9.1"
+    why = "SituGlu of builtin: built in since CANN 9.2, this is for 9.1"
+    assert old.choices["SiTU"].reason == f"element functions in float32; {why}"
+
+
+@pytest.mark.parametrize("name, types", [("situ", ["SplitV", "SituMul"]), ("situ_mul", ["SituMul"])])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_situ_by_a_kernel_of_ours_where_it_is_asked_first(host, name, types, mode, tolerance):
+    case = CASES[name]
+    lowered = lower(host, case, ("a3", "9.2"), ("own", "builtin"))
+    assert lowered.types == types
+    wide = {n: x.double() if mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
 
 
 def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
@@ -319,6 +333,131 @@ def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
     made = lower(host, CASES["kda_step"], ("a3", "9.1"))
     assert "RecurrentGatedDeltaRule" not in made.types and "ScatterNdUpdate" in made.types
     assert "takes a float32 memory since CANN 9.2" in made.choices["recurrent KDA"].reason
+
+
+# ---- whose operators -------------------------------------------------------------------------------------------------
+
+VLLM_ASCEND = ("builtin", "vllm-ascend", "composed")
+
+
+def test_the_first_provider_that_can_serves_in_the_order_given_and_says_why(host):
+    case = stepped(128, 128)
+    for cann, providers, operator, provider in (
+        ("9.2", VLLM_ASCEND, "RecurrentGatedDeltaRule", "builtin"),
+        ("9.1", VLLM_ASCEND, "RecurrentKda", "vllm-ascend"),
+        ("9.2", ("vllm-ascend", "builtin"), "RecurrentKda", "vllm-ascend"),
+        ("9.2", ("own", "builtin", "composed"), "KdaStep", "own"),
+        ("9.1", ("builtin", "own", "composed", "vllm-ascend"), "KdaStep", "own"),
+        ("9.1", ("builtin", "composed", "vllm-ascend"), "GatherV2, Mul, ReduceSum, ScatterNdUpdate", "composed"),
+    ):
+        choice = lower(host, case, ("a3", cann), providers).choices["recurrent KDA"]
+        assert (choice.operator, choice.provider) == (operator, provider)
+    why = "RecurrentGatedDeltaRule of builtin: takes a float32 memory since CANN 9.2, this is for 9.1"
+    assert choice.reason == f"float32 throughout, on every release; {why}"
+
+
+def whole_step(bound: float | None) -> Case:
+    """KDA's step as the layer has it, from the convolutions on."""
+    args = {name: rand(3, 1, 4, 128) for name in ("q", "k", "v", "raw")}
+    args |= {"logits": rand(3, 1, 4), "bias": rand(4, 128, dtype=F32), "log_rate": rand(4, dtype=F32)}
+    args |= {"memory": rand(5, 4, 128, 128, dtype=F32), "slots": torch.tensor([3, 1, 4], dtype=I32)}
+
+    def step(q, k, v, raw, logits, bias, log_rate, memory, slots):
+        decay = ops.kda_gate(raw, bias, log_rate, bound)
+        beta = torch.sigmoid(ops.at_least_f32(logits))
+        return ops.kda_step(ops.l2_norm(q, 1e-6), ops.l2_norm(k, 1e-6), v, decay, beta, memory, slots, 128**-0.5)
+
+    return Case(step, args, states=("memory",))
+
+
+@pytest.mark.parametrize("bound", [None, -5.0, -7.0], ids=str)
+@pytest.mark.parametrize("provider, operator", [("vllm-ascend", "RecurrentKda"), ("own", "KdaStep")])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_norms_gate_and_beta_are_in_the_kernel_that_makes_them_as_the_model_does(
+    host, bound, provider, operator, mode, tolerance
+):
+    case = whole_step(bound)
+    lowered = lower(host, case, ("a3", "9.2"), (provider, "builtin"))
+    assert operator in lowered.types
+    assert ("Sigmoid" in lowered.types) == (provider == "vllm-ascend" and bound == -7.0)  # its bound goes down to -5
+    assert ("Rsqrt" in lowered.types) == (provider == "vllm-ascend")  # its own norm has no epsilon
+    assert lowered.types == [operator] or provider == "vllm-ascend"
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
+def test_by_default_a_step_that_cann_has_not_is_composed_as_it_was_before_there_was_a_kernel_of_ours(host):
+    assert lower(host, stepped(128, 128), ("a3", "9.1")).choices["recurrent KDA"].provider == "composed"
+
+
+def test_what_nobody_serves_is_refused_with_why_each_cannot_and_who_was_not_asked(host):
+    with pytest.raises(CompileError) as refused:
+        lower(host, CASES["kda_step"], ("a3", "9.1"), ("builtin", "vllm-ascend", "own"))
+    said = ("takes a float32 memory since CANN 9.2", "128 or 256, these are 16 and 8", "up to 256, these are 16 and 8")
+    for words in (*said, "--providers does not name composed"):
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("provider, operator", [("vllm-ascend", "RecurrentKda"), ("own", "KdaStep")])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_a_step_of_another_provider_is_the_reference(host, place, provider, operator, mode, tolerance):
+    case = stepped(128, 128)
+    lowered = lower(host, case, place, (provider, "builtin"))
+    assert lowered.types == [operator]
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
+def convolved(tokens: int, counts: list[int], lengths: list[int]) -> Case:
+    """Rows that go on, start, are padded or stand still; where one starts, its slot holds no numbers."""
+    args = {"x": rand(4, tokens, 3, 8), "weight": rand(3, 8, 4, dtype=F32), "window": rand(6, 3, 8, 3)}
+    args["window"][5] = float("nan")
+    args |= {"slots": torch.tensor([3, 5, 1, 4], dtype=I32)}
+    args |= {"lengths": torch.tensor(lengths), "counts": torch.tensor(counts)}
+    return Case(ops.short_conv, args, states=("window",))
+
+
+def chunked(tokens: int, counts: list[int], lengths: list[int], decay: float = 1.0) -> Case:
+    """Rows that go on, start, are padded or stand still; where one starts, its slot holds no numbers."""
+    args = {name: torch.nn.functional.normalize(rand(4, tokens, 2, 8) + i, dim=-1) for i, name in enumerate("qk")}
+    args |= {"v": rand(4, tokens, 2, 6), "decay": -decay * rand(4, tokens, 2, 8, dtype=F32).abs()}
+    args |= {"beta": rand(4, tokens, 2, dtype=F32).sigmoid(), "memory": rand(6, 2, 6, 8, dtype=F32)}
+    args["memory"][5] = float("nan")
+    args |= {"slots": torch.tensor([3, 5, 1, 4], dtype=I32)}
+    args |= {"lengths": torch.tensor(lengths), "counts": torch.tensor(counts)}
+    real = (torch.arange(tokens) < torch.tensor(counts)[:, None]).double()[:, :, None, None]
+
+    def mix(real: Tensor, **x: Tensor) -> tuple[Tensor, Tensor]:
+        o, memory = ops.kda_chunk(**x, scale=0.35)
+        return o * real.to(o.dtype), memory  # of padding nothing is said
+
+    return Case(mix, args | {"real": real.to(BF16)}, states=("memory",))
+
+
+COMPOSED = {
+    "kda_chunk of less than a chunk": chunked(7, [7, 3, 1, 0], [19, 3, 5, 4]),
+    "kda_chunk of three chunks": chunked(41, [41, 40, 17, 0], [60, 40, 19, 4]),
+    "kda_chunk with decays that vanish": chunked(32, [32, 32, 20, 16], [64, 32, 33, 17], decay=40.0),
+    "gated_rms_norm": Case(
+        lambda x, gate, weight: ops.gated_rms_norm(x, gate, weight, 1e-5),
+        {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0), "weight": rand(8)},
+    ),
+    "residual_mix of one": mixed(1),
+    "residual_mix of four": mixed(4),
+    "short_conv of many tokens": convolved(7, [7, 3, 1, 0], [19, 3, 5, 4]),
+    "short_conv of one token": convolved(1, [1, 1, 0, 1], [9, 1, 5, 2]),
+}
+
+
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_a_composition_is_the_reference_without_a_type_of_ours(host, name, mode, tolerance):
+    case = COMPOSED[name]
+    lowered = lower(host, case, ("a3", "8.5"), ("builtin", "composed"))
+    assert not [t for t in lowered.types if t in ROWS and ROWS[t].provider == "own"]
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
 
 
 def test_heads_are_padded_where_the_chip_or_release_wants_powers_of_two_and_the_cost_is_said(host):

@@ -2,18 +2,22 @@
 
 import functools
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from kimi_graph.checkpoint import write_shards
 from kimi_graph.compile import air
 from kimi_graph.compile.bundle import GRAPHS, MANIFEST, WEIGHTS, dump, file_hash, open_bundle, read_json
 from kimi_graph.compile.cost import inspect_cost
 from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.ge_proto import ModelDef, dtype_of, shape_of
 from kimi_graph.compile.inspect import inspect_bundle
 from kimi_graph.compile.lint import lint_bundle
+from kimi_graph.compile.order import overlaps
 from kimi_graph.compile.ranks import Plan
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import bundle_config, verify_bundle
@@ -297,6 +301,22 @@ def test_a_plan_that_cuts_elsewhere_is_noticed(copy):
         verify_bundle(copy, steps=1)
 
 
+@pytest.mark.parametrize("name, given", [("tokens", (4, 1)), ("p.embed", (512, 256))])
+def test_what_is_split_otherwise_than_when_it_was_compiled_is_refused(on_mesh, name, given):
+    """Public case A8: a graph has one shape for each input and is never compiled anew; here all rows, and all words."""
+    bundle = open_bundle(on_mesh("dp=2,tp=2"))
+    plan = Plan.read(bundle, bundle_config(bundle))
+    executor = plan.executor("decode", 0)
+    ops = plan.models["decode", 0].graph[0].op
+    made = {op.name: torch.zeros(shape_of(d), dtype=dtype_of(d)) for op in ops for d in op.output_desc[:1]}
+    assert list(made[name].shape) == [given[0] // 2, *given[1:]]
+    inputs, states = ({n: made[n] for n in names} for names in (executor.inputs, executor.states))
+    inputs[name] = torch.zeros(given, dtype=made[name].dtype)
+    with pytest.raises(BundleError, match=rf"{re.escape(name)} \(Data\): .*{re.escape(str(list(given)))}"):
+        for _ in executor.steps(inputs, states, "native"):
+            pass
+
+
 # ---- places --------------------------------------------------------------------------------------------------------
 
 
@@ -343,7 +363,7 @@ def test_ranks_at_another_place_are_noticed(placed, monkeypatch):
 def test_what_compile_writes_is_proved(on_mesh, host, mesh):
     report = lint_bundle(on_mesh(mesh), host.root)
     assert report.passed, report.text()
-    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "stages"]
+    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "sums", "stages"]
 
 
 def test_a_bundle_of_one_rank_is_proved_too(bundle, host):
@@ -405,6 +425,51 @@ def test_inspect_prints_what_a_rank_holds(on_mesh):
     assert "mesh      pp=2,tp=2: 4 ranks = pipe 2 x tensor 2; ep=2" in text
     assert "a rank of stage 1 holds" in text and "HcomAllReduce over tensor" in text
     assert "  reads    2.x of other stages" in text
+
+
+def test_inspect_says_what_may_run_while_collectives_travel(on_mesh, tmp_path, monkeypatch):
+    """Read off the graphs' edges, not off the manifest: with one more edge it is one less."""
+    monkeypatch.setattr("kimi_graph.compile.order.LARGE", 1)  # products of small models count too
+    folder = Path(shutil.copytree(on_mesh("tp=2", "kimi-k3.1-pro"), tmp_path / "bundle"))
+    (decode,) = [g["name"] for g in open_bundle(folder).manifest["graphs"] if g["phase"] == "decode"]
+
+    def gathers():
+        contents = inspect_bundle(folder)
+        found = json.loads(json.dumps(contents.to_json()))["overlaps"][decode]
+        covered, count = (sum(kind[key] for kind in found) for key in ("covered", "count"))
+        assert f"  overlap  {covered} of {count} collectives travel while something heavy runs" in contents.text()
+        (kind,) = [k for k in found if (k["part"], k["type"]) == ("moe", "HcomAllGather")]
+        return kind
+
+    before = gathers()
+    assert before["covered"] == before["count"] and before["beside"]["MatMul"] > before["count"]
+    assert f"  {before['covered']:>6} HcomAllGather of moe: MatMul ({before['beside']['MatMul']})" in (
+        inspect_bundle(folder).text()
+    )
+
+    def tie(graph) -> None:
+        """The first gather waits for what is before it in the file, and what is after it waits for the gather."""
+        gather = next(op for op in graph.op if op.type == "HcomAllGather")
+        beside, before = set(overlaps_of(graph)[gather.name]), True
+        for op in graph.op:
+            before = before and op.name != gather.name
+            if op.name in beside:
+                first, second = (op, gather) if before else (gather, op)
+                second.input.append(f"{first.name}:-1")
+
+    change_graph(folder, decode, tie)
+    assert gathers()["covered"] == before["covered"] - 1
+
+
+def overlaps_of(graph):
+    model = ModelDef()
+    model.graph.add().CopyFrom(graph)
+    return overlaps(model)
+
+
+def test_a_bundle_of_one_rank_has_nothing_that_travels(bundle):
+    contents = inspect_bundle(bundle)
+    assert "overlap" not in contents.text() and "overlaps" not in contents.to_json()
 
 
 def test_costs_are_those_of_a_rank(on_mesh):

@@ -1,12 +1,17 @@
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import kimi_graph.ops
+from kimi_graph.compile.executor.registry import PROVENANCES, SEMANTICS
 from kimi_graph.compile.ge_proto import Dtype
-from kimi_graph.compile.prototype_rows import ROWS
+from kimi_graph.compile.prototype_rows import EVERYTHING, ROWS
 from kimi_graph.compile.prototypes import IN_PLACE, SHORT, Prototypes, dtypes, find, parse_registration, read_helper
 from kimi_graph.compile.torchair_host import Host
 
+KERNELS = sorted((Path(kimi_graph.ops.__file__).parent / "kernels").glob("*/op_graph/*_proto.h"))
 COMPLETE = sorted(name for name, row in ROWS.items() if row.ins is not None)
 BASIC = sorted(ROWS.keys() - set(COMPLETE))
 
@@ -78,15 +83,45 @@ def test_a_complete_row_is_a_prototype_without_torchair(name):
     assert {name for group in p.same for name in group} <= known
 
 
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.parent.parent.name)
+def test_a_kernel_of_ours_registers_what_the_table_says(path):
+    """Names, order, dtypes and attributes; a float written as `-1.0f` is -1.0."""
+    text = path.read_text()
+    name = re.search(r"REG_OP\((\w+)\)", text)[1]
+    made, row = parse_registration(name, text), find(name)
+    assert ROWS[name].provider == "own"
+    assert (made.inputs, made.outputs) == (row.inputs, row.outputs)
+    assert made.attributes == row.attributes
+
+
+def test_no_two_providers_have_an_operator_of_one_name():
+    """GE would take the one whose package comes first, for both."""
+    assert [name for name, n in Counter(row.type for row in EVERYTHING).items() if n > 1] == []
+
+
+def test_how_an_operator_is_known_to_work_on_a_device_goes_by_who_provides_it():
+    assert {row.evidence for row in ROWS.values() if row.provider == "own"} == {"never run"}
+    assert all(row.evidence.startswith("ran: ") for row in ROWS.values() if row.provider == "vllm-ascend")
+    assert ROWS["SituGlu"].evidence == "documented" and "950" in ROWS["MoeGatingTopK"].evidence
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_what_an_operator_of_the_table_computes_is_known_with_where_from(name):
+    structure = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
+    assert name in structure or (SEMANTICS[name].provenance in PROVENANCES and SEMANTICS[name].source)
+
+
 def test_an_operator_writes_in_place_what_it_names_like_an_input():
     assert IN_PLACE == {
         "Assign": {"ref": "ref"},
         "ScatterNdUpdate": {"var": "var"},
         "ScatterPaKvCache": {"key_cache": "key_cache", "value_cache": "value_cache"},
         "RecurrentGatedDeltaRule": {"state": "state"},
+        "RecurrentKda": {"initial_state": "initial_state"},
         "CausalConv1d": {"conv_states": "conv_states"},
         "ShortConv": {"window": "window"},
         "KdaChunk": {"memory": "memory"},
+        "KdaStep": {"memory": "memory"},
     }
 
 
@@ -182,8 +217,9 @@ DIFFERENCES = {
 }
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
-    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "CausalConv1d",
-    "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "SituGlu", "SparseFlashAttention",
+    "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
+    "CausalConv1d", "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda",
+    "SituGlu", "SparseFlashAttention",
 }  # fmt: skip
 
 
@@ -216,8 +252,6 @@ def test_a_complete_row_agrees_with_the_helper_but_for_listed_differences(torcha
 
 def test_every_helper_of_the_wheel_can_be_read(torchair):
     """Some 1,700 registrations: each has at least a port, and attributes of known types."""
-    import re
-
     from kimi_graph.compile.prototypes import FIELDS, _helper_sources
 
     found = {m for source in _helper_sources(torchair) for m in re.findall(r"\ndef ([A-Z]\w+)\(", source)}

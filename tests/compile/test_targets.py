@@ -1,6 +1,6 @@
 import pytest
 
-from kimi_graph.compile.targets import CANN_VERSIONS, GIB, TARGETS, target
+from kimi_graph.compile.targets import CANN_VERSIONS, GIB, PROVIDERS, PROVIDERS_DEFAULT, TARGETS, target
 from kimi_graph.errors import CompileError
 
 
@@ -37,3 +37,21 @@ def test_an_unknown_target_is_refused_with_the_nearest(given, nearest):
 def test_an_unknown_cann_release_is_refused_with_the_nearest():
     with pytest.raises(CompileError, match=r"CANN release '9\.0' is not known; the nearest is '9\.[12]'"):
         target("a3", cann="9.0")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (("builtin", "vllm"), "provider 'vllm' is not known; the nearest is 'vllm-ascend'"),
+        (("own", "composed"), "providers own,composed: most operators come with CANN alone; name it too"),
+        (("builtin", "own", "own"), "each once"),
+    ],
+    ids=str,
+)
+def test_a_list_of_providers_that_cannot_be_is_refused(given, message):
+    with pytest.raises(CompileError, match=message):
+        target("a3", providers=given)
+
+
+def test_providers_that_need_nothing_installed_or_somebody_elses_package_are_asked_first_and_on_request():
+    assert target("a3").providers == PROVIDERS_DEFAULT == tuple(p for p in PROVIDERS if p != "vllm-ascend")

@@ -81,6 +81,18 @@ def test_the_summary_names_the_largest_errors(report):
 VERIFIED = [*((name, chip) for name in FAMILY for chip in ("a3", "950dt"))]
 
 
+def test_our_operators_may_be_run_by_their_kernels(bundle, twin_cache):
+    found = verify_bundle(bundle, steps=1, kernels=twin_cache)
+    assert found.passed, found.text()
+    assert re.search(r"nodes run by their kernels on the twin \(2201\): \d+ GatedRmsNorm, \d+ ShortConv", found.text())
+
+
+@pytest.mark.parametrize("options", [{"modes": ("exact",)}, {"processes": True}], ids=str)
+def test_kernels_run_in_native_mode_and_in_one_process(bundle, options, tmp_path):
+    with pytest.raises(VerifyError, match="--kernels twin: runs in this process and in native mode"):
+        verify_bundle(bundle, steps=1, kernels=tmp_path, **options)
+
+
 @pytest.mark.parametrize("name, chip", VERIFIED)
 def test_the_bundle_of_every_fixture_is_its_model(family_bundle, name, chip):
     found = verify_bundle(family_bundle(name, chip), steps=2)

@@ -79,6 +79,8 @@ def test_a_forgotten_sum_is_refused():
 
 
 def test_a_sum_taken_twice_is_refused():
+    """Public case K8, its companion."""
+
     def twice(q, c):
         return all_reduce(all_reduce(torch.einsum("bhk,bck->bhk", q, c), "cached"), "cached")
 

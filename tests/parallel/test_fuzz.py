@@ -197,7 +197,7 @@ def test_every_rule_is_tried(monkeypatch):
     monkeypatch.setattr(value, "rule_of", lambda f: tried.add(value.name_of(f)) or rule_of(f))
     for args, f in FORMS.values():
         every(f, MESHES["dp=2,tp=2"], args, [[Place(((),) * x.ndim) for x in args]])
-    assert set(RULES) - tried == {OPERATOR, "shard_map", "splits"}  # the last is a question, answered without a value
+    assert set(RULES) - tried == {OPERATOR, "shard_map", "splits", "ways"}  # the last two ask, and give no value
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -40,6 +40,7 @@ def found(k3, sizes, text, **kwargs):
 
 
 def test_64_ways_of_96_heads_are_refused_with_the_legal_ones_and_the_nearest(k3, sizes):
+    """Public case M1."""
     (fault,) = found(k3, sizes, "tp=64")
     assert str(fault).startswith("layers.0.kda.query (and 923 more): heads=96 does not divide over 64")
     assert "Legal tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96; nearest 48" in str(fault)
@@ -50,6 +51,7 @@ def test_64_ways_of_96_heads_are_refused_with_the_legal_ones_and_the_nearest(k3,
 
 @pytest.mark.parametrize("text", ["tp=32", "pp=4,tp=32", "dp=4,tp=16", "pp=4,dp=4,tp=32,ep=128", "cp=4,tp=8"])
 def test_the_meshes_of_k3s_documentation_and_64_ranks_of_attention_16_are_legal(k3, sizes, text):
+    """Public cases M1 (dp=4,tp=16) and M3 (pp=4,tp=32)."""
     assert found(k3, sizes, text) == []
     require([])
 
@@ -92,6 +94,7 @@ def test_more_experts_than_the_dispatch_takes_are_said(k3, sizes):
 
 
 def test_a_batch_that_does_not_divide_names_its_neighbours():
+    """Public case M10."""
     rules = Rules.of(Mesh.parse("dp=32"), {"batch": "data"})
     (fault,) = faults([Size(axis="batch", size=31, path="--batch", count=0)], rules)
     assert str(fault) == "--batch: batch=31 does not divide over 32 (rule batch -> data). Nearest: 32"

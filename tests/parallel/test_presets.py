@@ -79,6 +79,7 @@ def test_a_tower_of_12_heads_is_split_where_they_divide(tensor):
 
 @pytest.mark.parametrize("tensor", [8, 16, 32])
 def test_a_tower_of_12_heads_is_whole_elsewhere_and_says_so_and_the_text_is_split(tensor):
+    """Public case M4."""
     rules = preset(kg.load_config("kimi-k3"), Mesh(tensor=tensor), "vision")
     assert rules.on("vision_heads") == rules.on("vision_ffn") == ()
     assert rules.why["vision_heads"] == (

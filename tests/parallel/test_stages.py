@@ -37,6 +37,7 @@ def test_more_stages_than_layers_are_refused():
 
 
 def test_k3_on_four_stages_is_split_as_published_with_two_four_and_six_closed_blocks():
+    """Public case M3."""
     config = kg.load_config("kimi-k3.1-pro")
     stages = model_stages(config, 4, rows=2, tokens=3, sparse=True)
     kinds = [[config.layers[i].kinds[0] for i in s.layers] for s in stages]

@@ -13,6 +13,7 @@ from kimi_graph.ops import at_least_f32
 
 _BF16, _F32, _I32 = torch.bfloat16, torch.float32, torch.int32
 MAX_TOKENS = 8  # of one sequence in one call
+_SIGMOID = "use_beta_sigmoid_in_kernel"
 
 
 @ge_op(
@@ -78,6 +79,74 @@ def recurrent_gated_delta_rule(
             state[slot[t]] = memory.to(state.dtype)
         first += length
     return out, state
+
+
+@ge_op(
+    "RecurrentKda",
+    provenance="documented formula",
+    source="its README and API document in vllm-ascend: gate lower_bound sigmoid(exp(A_log) (g + dt_bias)) or "
+    "-exp(A_log) softplus(g + dt_bias); a token: state *= exp(gate), state += beta (v - state k) k', out = scale state "
+    "q, all in float32; with inplace_final_state the state is written in place, final_state never",
+    outputs="attn_out initial_state final_state",
+    in_place="initial_state",
+    prototype="query key value gate beta initial_state cu_seqlens? ssm_state_indices? A_log? dt_bias? "
+    "num_accepted_tokens?",
+)
+def recurrent_kda(
+    op: Op,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step a row: the form that graphs of ours have. Its own L2 norm knows no epsilon, so it is not taken."""
+    op.of_dtype(_BF16, query=query, key=key, value=value)
+    op.of_dtype(_F32, _BF16, torch.float16, gate=gate, beta=beta)
+    op.of_dtype(_BF16, _F32, initial_state=initial_state)
+    op.of_dtype(_I32, torch.int64, cu_seqlens=cu_seqlens, ssm_state_indices=ssm_state_indices)
+    op.expect(layout="BSND", output_final_state=False, inplace_final_state=True, use_qk_l2norm_in_kernel=False)
+    op.expect(allow_neg_eigval=False)
+    op.must(state_v_first=True)
+    op.of_dtype(_F32, A_log=A_log, dt_bias=dt_bias)
+    scale, raw, logits = op.attr("scale", 1.0), op.attr("use_gate_in_kernel", False), op.attr(_SIGMOID, False)
+    safe, bound = op.attr("safe_gate", False), op.attr("lower_bound", -5.0)
+    op.require(raw == (A_log is not None), "A_log belongs to use_gate_in_kernel")
+    op.require(raw or (dt_bias is None and not safe), "dt_bias and safe_gate belong to use_gate_in_kernel")
+    rows, tokens, heads, width = value.shape
+    slots, keys, nk = initial_state.shape[0], key.shape[3], key.shape[2]
+    op.require(tokens == 1 and query.shape == key.shape == (rows, 1, nk, keys), f"one token a row, {list(key.shape)}")
+    op.require(heads % nk == 0, f"{heads} value heads over {nk} key heads")
+    op.require(initial_state.shape[1:] == (heads, width, keys), f"state [S, {heads}, {width}, {keys}] expected")
+    op.require(gate.shape == (rows, 1, heads, keys), f"gate [{rows}, 1, {heads}, {keys}] expected")
+    op.require(beta.shape == (rows, 1, heads), f"beta [{rows}, 1, {heads}] expected, found {list(beta.shape)}")
+    op.require(ssm_state_indices is not None and ssm_state_indices.shape == (rows,), f"{rows} state indices expected")
+    op.require(cu_seqlens is None or cu_seqlens.shape == (rows + 1,), f"cu_seqlens [{rows + 1}] expected")
+    if value.is_meta:
+        return torch.empty_like(value), initial_state, torch.empty_like(initial_state)
+    assert ssm_state_indices is not None
+    starts = range(rows + 1) if cu_seqlens is None else cu_seqlens.tolist()
+    op.require(list(starts) == list(range(rows + 1)), f"cu_seqlens are {list(starts)}, one token each expected")
+    out, group = torch.empty_like(value), heads // nk
+    for row, slot in enumerate(ssm_state_indices.tolist()):
+        op.require(0 <= slot < slots, f"slot {slot} is outside 0..{slots - 1}")
+        q, k = (at_least_f32(x[row, 0]).repeat_interleave(group, 0) for x in (query, key))
+        kept, share = at_least_f32(gate[row, 0]), at_least_f32(beta[row, 0])
+        if A_log is not None:
+            z, rate = kept if dt_bias is None else kept + dt_bias.view(heads, keys), A_log.exp()[:, None]
+            kept = bound * torch.sigmoid(rate * z) if safe else -rate * F.softplus(z)
+        share = torch.sigmoid(share) if logits else share
+        memory = at_least_f32(initial_state[slot]) * kept.exp()[:, None]
+        news = share[:, None] * (at_least_f32(value[row, 0]) - (memory * k[:, None]).sum(-1))
+        memory = memory + news[..., None] * k[:, None]
+        out[row, 0] = (memory * (q * scale)[:, None]).sum(-1).to(out.dtype)
+        initial_state[slot] = memory.to(initial_state.dtype)
+    return out, initial_state, torch.full_like(initial_state, float("nan"))
 
 
 @ge_op(

@@ -24,6 +24,20 @@ def gated_rms_norm(op: Op, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 @ge_op(
+    "SituMul",
+    provenance="own reading",
+    source="our operator: beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), float32 inside, rounded once",
+)
+def situ_mul(op: Op, gate: Tensor, up: Tensor) -> Tensor:
+    op.same_dtype(gate, up)
+    op.require(gate.shape == up.shape, f"gate {list(gate.shape)}, up {list(up.shape)}")
+    beta, linear = op.need("beta", float), op.need("linear_beta", float)
+    g, u = at_least_f32(gate), at_least_f32(up)
+    left = beta * torch.tanh(g / beta) / (1 + torch.exp(-g))
+    return (left * (linear * torch.tanh(u / linear))).to(gate.dtype)
+
+
+@ge_op(
     "ShortConv",
     provenance="own reading",
     source="our operator: silu of a causal depthwise convolution, oldest tap first, the last W - 1 real inputs kept; "
@@ -57,6 +71,62 @@ def short_conv(
     for row in range(batch):
         window[int(slots[row])] = kept[row]
     return y, window
+
+
+@ge_op(
+    "KdaStep",
+    provenance="own reading",
+    source="our operator: one step of the recurrence of RecurrentGatedDeltaRule with gk, for every row; q and k over "
+    "sqrt(sum of squares + norm_eps), decay lower_bound sigmoid(rate (raw + bias)) or -rate softplus(raw + bias), and "
+    "beta's sigmoid, each where asked for; float32 throughout",
+    outputs="o memory",
+    in_place="memory",
+    prototype="q k v decay beta memory slots bias? log_rate?",
+)
+def kda_step(
+    op: Op,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    memory: Tensor,
+    slots: Tensor,
+    bias: Tensor | None,
+    log_rate: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    rows, tokens, heads, keys = k.shape
+    width, scale = v.shape[-1], op.need("scale", float)
+    eps, logits, bound = op.attr("norm_eps", -1.0), op.attr("beta_logits", False), op.attr("lower_bound", 0.0)
+    op.same_dtype(q, k, v)
+    op.same_dtype(decay, beta)
+    op.of_dtype(torch.float32, bias=bias, log_rate=log_rate)
+    op.require((bias is None) == (log_rate is None), "bias and log_rate, or neither, expected")
+    op.require(bias is not None or bound == 0.0, f"lower_bound {bound} without bias and log_rate")
+    op.require(bias is None or bias.shape == (heads, keys), f"bias [{heads}, {keys}] expected")
+    op.require(log_rate is None or log_rate.shape == (heads,), f"log_rate [{heads}] expected")
+    op.of_dtype(torch.float32, memory=memory)
+    op.of_dtype(torch.int32, slots=slots)
+    op.require(tokens == 1 and q.shape == k.shape == decay.shape, f"q {list(q.shape)}, k {list(k.shape)}")
+    op.require(v.shape[:3] == beta.shape == k.shape[:3], f"beta {list(beta.shape)}, v {list(v.shape)}")
+    op.require(memory.shape[1:] == (heads, width, keys), f"memory [S, {heads}, {width}, {keys}] expected")
+    op.require(slots.shape == (rows,), f"{rows} slots expected")
+    if v.is_meta:
+        return torch.empty_like(v), memory
+    o = torch.empty_like(v)
+    for row, slot in enumerate(slots.tolist()):
+        qt, kt, vt, kept, share = (at_least_f32(x[row, 0]) for x in (q, k, v, decay, beta))
+        if eps >= 0:
+            qt, kt = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps) for x in (qt, kt))
+        if bias is not None and log_rate is not None:
+            kept = _decay(kept + bias, log_rate.exp()[:, None], bound)
+        share = torch.sigmoid(share) if logits else share
+        state = memory[slot] * kept.exp()[:, None]
+        news = share[:, None] * (vt - (state * kt[:, None]).sum(-1))
+        state = state + news[..., None] * kt[:, None]
+        o[row, 0] = (state * (qt * scale)[:, None]).sum(-1).to(o.dtype)
+        memory[slot] = state.to(memory.dtype)
+    return o, memory
 
 
 @ge_op(
@@ -127,6 +197,11 @@ def attn_res_mix(op: Op, sources: list[Tensor], norm: Tensor, query: Tensor) -> 
     shares = [torch.exp(s - top) for s in scores]
     total = torch.stack(shares).sum(0)
     return (torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / total).to(sources[0].dtype)
+
+
+def _decay(z: Tensor, rate: Tensor, bound: float) -> Tensor:
+    """Natural logarithm of a decay; a bound of 0 is none."""
+    return bound * torch.sigmoid(rate * z) if bound else -rate * F.softplus(z)
 
 
 def _check_rows(op: Op, batch: int, slots: Tensor, lengths: Tensor, counts: Tensor) -> None:

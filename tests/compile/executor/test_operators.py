@@ -397,6 +397,12 @@ CASES = [
         for mode, turn in ((0, turn_halves), (1, turn_neighbours))
     ),
     Case(
+        "SituMul",
+        {"gate": floats(3, 6, low=-9, high=9), "up": floats(3, 6, low=-9, high=9)},
+        lambda g, u: 4.0 * torch.tanh(g / 4.0) * g.sigmoid() * 25.0 * torch.tanh(u / 25.0),
+        {"beta": 4.0, "linear_beta": 25.0},
+    ),
+    Case(
         "AttnResMix",
         {"sources": [floats(2, 6), floats(2, 6, low=0)], "norm": floats(6), "query": floats(6, low=-1)},
         mix,
@@ -407,9 +413,10 @@ CASES = [
 OTHERS = {  # tested by what they do together, in files of their own
     "Assign", "BatchMatMulV3", "Bitcast", "CausalConv1d", "Const", "Constant", "DynamicBlockQuant", "DynamicMxQuant",
     "DynamicQuant", "FusedInferAttentionScore", "GatedRmsNorm", "GroupedMatmul", "HcomAllGather", "HcomAllReduce",
-    "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer", "MatMulV3",
+    "HcomAllToAll", "HcomReduceScatter", "KdaChunk", "KdaStep", "KvQuantSparseFlashAttention",
+    "LightningIndexer", "MatMulV3",
     "MoeDistributeCombineV2", "MoeDistributeDispatchV2", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
-    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "ScatterNdUpdate",
+    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "RecurrentKda", "ScatterNdUpdate",
     "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
 }  # fmt: skip
 

@@ -197,6 +197,102 @@ def test_changed_attributes_of_the_delta_rule_are_noticed(new_builder):
     assert_attributes_are_noticed(lambda: delta_rule(new_builder(), [1, 1], [4, 2]), before)
 
 
+def kda_step(b, *, heads=4, key_heads=2, attrs=None, **replace):
+    inputs = {
+        "query": F.normalize(rand(3, 1, key_heads, 8), dim=-1).to(BF16),
+        "key": F.normalize(rand(3, 1, key_heads, 8) + 1, dim=-1).to(BF16),
+        "value": rand(3, 1, heads, 5, dtype=BF16),
+        "gate": -rand(3, 1, heads, 8).abs(),
+        "beta": rand(3, 1, heads).sigmoid(),
+        "initial_state": rand(6, heads, 5, 8),
+        "cu_seqlens": ints(0, 1, 2, 3),
+        "ssm_state_indices": ints(4, 2, 5),
+        "A_log": None,
+        "dt_bias": None,
+        "num_accepted_tokens": None,
+    } | replace
+    attrs = {"scale": 0.5, "inplace_final_state": True, "state_v_first": True} | (attrs or {})
+    return one_node(b, "RecurrentKda", inputs, "attn_out initial_state final_state", attrs, ("initial_state",))
+
+
+def test_recurrent_kda_is_the_delta_rule_with_a_decay_for_each_channel(build):
+    b = kda_step(build)
+    ran = b.run()
+    v = {n: t[:, 0] if t.ndim > 2 and n != "initial_state" else t for n, t in b.values.items()}
+    v |= {"state": v["initial_state"], "gk": v["gate"]}
+    out, state = expected_delta_rule(v, [1, 1, 1], [4, 2, 5])
+    torch.testing.assert_close(ran.outputs[0][:, 0], out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["initial_state"], state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bound", [None, -3.0], ids=str)
+def test_recurrent_kda_makes_its_gate_and_beta_where_it_is_told_to(build, bound):
+    raw, logits, rate, bias = rand(3, 1, 4, 8), rand(3, 1, 4), rand(4), rand(4, 8)
+    attrs = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "safe_gate": bound is not None}
+    attrs |= {} if bound is None else {"lower_bound": bound}
+    given = {"gate": raw, "beta": logits, "A_log": rate, "dt_bias": bias}
+    b = kda_step(build, attrs=attrs, **given)
+    v = {n: t[:, 0] if t.ndim > 2 and n != "initial_state" else t for n, t in b.values.items()}
+    z = raw.double()[:, 0] + bias.double()
+    decay = ops.kda_gate(z, torch.zeros(4, 8, dtype=F64), rate.double(), bound)
+    v |= {"state": v["initial_state"], "gk": decay, "beta": logits.double()[:, 0].sigmoid()}
+    out, state = expected_delta_rule(v, [1, 1, 1], [4, 2, 5])
+    ran = b.run()
+    torch.testing.assert_close(ran.outputs[0][:, 0], out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["initial_state"], state, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_result_of_recurrent_kda_is_never_written(build):
+    assert kda_step(build).run().outputs[2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ssm_state_indices": ints(0, 1, 6)}, "slot 6 is outside 0..5"),
+        ({"cu_seqlens": ints(0, 1, 1, 3)}, r"cu_seqlens are \[0, 1, 1, 3\], one token each expected"),
+        ({"A_log": rand(4)}, "A_log belongs to use_gate_in_kernel"),
+        ({"dt_bias": rand(4, 8)}, "dt_bias and safe_gate belong to use_gate_in_kernel"),
+        ({"gate": -rand(3, 1, 2, 8).abs()}, r"gate \[3, 1, 4, 8\] expected"),
+        ({"query": rand(3, 1, 2, 8)}, "input 'query' is torch.float32, supported is torch.bfloat16"),
+    ],
+)
+def test_a_recurrent_kda_that_graphs_of_ours_do_not_have_is_refused(build, change, message):
+    with pytest.raises(KimiGraphError, match=rf"it \(RecurrentKda\): {message}"):
+        kda_step(build, **change).run("native")
+
+
+def test_changed_attributes_of_recurrent_kda_are_noticed(new_builder):
+    before = kda_step(new_builder()).run().outputs[:2]
+    assert_attributes_are_noticed(lambda: kda_step(new_builder()), before)
+
+
+def test_kda_step_of_ours_is_the_models_step(build):
+    inputs = {"q": F.normalize(rand(3, 1, 2, 8), dim=-1), "k": F.normalize(rand(3, 1, 2, 8) + 1, dim=-1)}
+    inputs |= {"v": rand(3, 1, 2, 5), "decay": -rand(3, 1, 2, 8).abs(), "beta": rand(3, 1, 2).sigmoid()}
+    inputs |= {"memory": rand(6, 2, 5, 8), "slots": ints(4, 2, 5), "bias": None, "log_rate": None}
+    ran = one_node(build, "KdaStep", inputs, "o memory", {"scale": 0.5}, ("memory",)).run()
+    v = {n: t.double() if t.is_floating_point() else t for n, t in build.values.items()}
+    o, memory = ops.kda_step(*v.values(), 0.5)
+    torch.testing.assert_close(ran.outputs[0], o, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["memory"], memory, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bound", [None, -3.0], ids=str)
+def test_kda_step_of_ours_makes_norms_gate_and_beta_where_it_is_told_to(build, bound):
+    inputs = {"q": rand(3, 1, 2, 8), "k": rand(3, 1, 2, 8), "v": rand(3, 1, 2, 5), "decay": rand(3, 1, 2, 8)}
+    inputs |= {"beta": rand(3, 1, 2), "memory": rand(6, 2, 5, 8), "slots": ints(4, 2, 5)}
+    inputs |= {"bias": rand(2, 8), "log_rate": rand(2)}
+    attrs = {"scale": 0.5, "norm_eps": 2**-10, "beta_logits": True, "lower_bound": bound or 0.0}
+    ran = one_node(build, "KdaStep", inputs, "o memory", attrs, ("memory",)).run()
+    v = {n: t.double() if t.is_floating_point() else t for n, t in build.values.items()}
+    q, k = (ops.l2_norm(v[n], 2**-10) for n in "qk")
+    decay = ops.kda_gate(v["decay"], v["bias"], v["log_rate"], bound)
+    o, memory = ops.kda_step(q, k, v["v"], decay, v["beta"].sigmoid(), v["memory"], v["slots"], 0.5)
+    torch.testing.assert_close(ran.outputs[0], o, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ran.states["memory"], memory, rtol=1e-12, atol=1e-12)
+
+
 def rows(slots, lengths, counts):
     return {"slots": ints(*slots), "lengths": ints(*lengths, dtype=I64), "counts": ints(*counts, dtype=I64)}
 

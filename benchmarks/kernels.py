@@ -1,0 +1,128 @@
+"""Bytes that the Ascend C kernels move, counted by their CPU twin, against the least that each shape needs.
+
+Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
+read and write; `touched` counts each byte once, as if the L2 cache kept what a second core reads. A kernel may move
+1.05 times the minimum; where few cores would meet that and many are faster, `touched` has to (AttnResMix with few
+tokens).
+The busiest core's share of all bytes and of all vector work is printed beside an even share.
+
+    python benchmarks/kernels.py [--arch 2201|3510]
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kimi_graph.errors import KernelError
+from kimi_graph.ops.twin import ARCHES, Kernel, Run
+
+MOST = 1.05
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape of a kernel: inputs, attributes, the least bytes, and whether it is `touched` that has to be few."""
+
+    kernel: str
+    shape: str
+    inputs: dict[str, Any]
+    least: int
+    attrs: dict[str, Any] = field(default_factory=dict)
+    cached: bool = False
+
+
+def main() -> None:
+    """Run all shapes, print a line each; exit code 1 if a kernel moves too much."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, choices=list(ARCHES), help="default: both")
+    args = parser.parse_args()
+    head = f"{'kernel':15}{'shape':26}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'touched':>9}"
+    print(head + f"{'most of a core: bytes, work':>30}")
+    missed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases():
+            kernel = Kernel(case.kernel, Path(folder))
+            for arch in [args.arch] if args.arch else ARCHES:
+                run = kernel.run(case.inputs, case.attrs, arch=arch)
+                missed += not report(case, arch, run)
+    print(f"{missed} of them move more than {MOST} x the minimum" if missed else f"all within {MOST} x the minimum")
+    sys.exit(bool(missed))
+
+
+def report(case: Case, arch: int, run: Run) -> bool:
+    """Print a line; whether the promise is kept."""
+    moved, touched = run.counters.bytes / case.least, run.counters.touched / case.least
+    each = [r + w for r, w in zip(run.counters.read, run.counters.written, strict=True)]
+    busiest = (max(x) * run.cores / sum(x) for x in (each, run.counters.repeats))
+    line = f"{case.kernel:15}{case.shape:26}{arch:5}{run.cores:6}{case.least:13,}{moved:7.3f}{touched:9.3f}"
+    print(line + "{:22.2f} x{:5.2f} x".format(*busiest), flush=True)
+    return (touched if case.cached else moved) <= MOST
+
+
+def size(*tensors: Tensor) -> int:
+    """Bytes of tensors."""
+    return sum(t.nbytes for t in tensors)
+
+
+def cases() -> Iterator[Case]:
+    """Shapes of Kimi K3 on 8 and on 32 dies (12 and 3 heads), decode and prefill."""
+    for batch, heads in ((1, 3), (1, 12), (33, 3), (33, 12)):
+        yield kda_step(batch, heads)
+    for batch, tokens, heads in ((1, 1, 12), (33, 1, 3), (33, 1, 12), (1, 512, 3), (2, 700, 12)):
+        yield short_conv(batch, tokens, heads)
+    for sources, tokens in ((9, 512), (5, 512), (2, 512), (9, 33), (9, 1)):
+        yield attn_res_mix(sources, tokens)
+    for rows in (1, 33, 512):
+        gate, up = torch.randn(rows, 3072).to(BF16), torch.randn(rows, 3072).to(BF16)
+        attrs = {"beta": 4.0, "linear_beta": 25.0}
+        yield Case("situ_mul", f"{rows} x 3072", {"gate": gate, "up": up}, size(gate, up, up), attrs)
+    for rows in (12, 396, 6144):
+        x, gate, weight = torch.randn(rows, 128).to(BF16), torch.randn(rows, 128).to(BF16), torch.randn(128)
+        inputs = {"x": x, "gate": gate, "weight": weight}
+        yield Case("gated_rms_norm", f"{rows} x 128", inputs, size(x, x, gate, weight), {"eps": 1e-5}, cached=True)
+
+
+def kda_step(batch: int, heads: int, key: int = 128) -> Case:
+    """One token of every sequence; q, k, the gate and beta as the projections give them."""
+    q, k, v, decay = (torch.randn(batch, 1, heads, key).to(BF16) for _ in range(4))
+    beta, memory = torch.randn(batch, 1, heads).to(BF16), torch.randn(batch + 1, heads, key, key)
+    slots, bias, log_rate = torch.arange(1, batch + 1, dtype=torch.int32), torch.randn(heads, key), torch.randn(heads)
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
+    least = size(q, k, v, v, decay, beta, slots, bias, log_rate, memory[1:], memory[1:])
+    attrs = {"scale": key**-0.5, "norm_eps": 1e-6, "beta_logits": True, "lower_bound": -5.0}
+    inputs |= {"bias": bias, "log_rate": log_rate}
+    return Case("kda_step", f"{batch} rows, {heads} heads", inputs, least, attrs)
+
+
+def short_conv(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
+    """Rows that go on; the taps are float32, as released."""
+    x, weight = torch.randn(batch, tokens, heads, key).to(BF16), torch.randn(heads, key, 4)
+    window, slots = torch.randn(batch + 1, heads, key, 3).to(BF16), torch.arange(1, batch + 1, dtype=torch.int32)
+    counts = torch.full((batch,), tokens)
+    inputs = {"x": x, "weight": weight, "window": window, "slots": slots, "lengths": counts + 9, "counts": counts}
+    least = size(x, x, weight, window[1:], window[1:], slots, counts, counts)
+    return Case("short_conv", f"{batch} x {tokens} tokens, {heads} heads", inputs, least)
+
+
+def attn_res_mix(sources: int, tokens: int, width: int = 7168) -> Case:
+    """The mix of a site over stored blocks and the running sum."""
+    values = [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)]
+    norm, query = torch.randn(width).to(BF16), torch.randn(width).to(BF16)
+    inputs = {"sources": values, "norm": norm, "query": query}
+    shape = f"{sources} sources, {tokens} tokens"
+    return Case("attn_res_mix", shape, inputs, size(*values, values[0], norm, query), {"eps": 1e-5}, tokens < 128)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KernelError as error:
+        sys.exit(str(error))

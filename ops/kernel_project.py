@@ -1,0 +1,140 @@
+"""The operator project that a machine with CANN builds our kernels from: their sources, CMake lists, the commands."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_graph.errors import KernelError
+from kimi_graph.files import new_folder
+
+from .twin.kernel import FOLDER, kernels
+
+MARK = "kimi_graph_kernels"  # name of the CMake project: an export may replace an export, nothing else
+VENDOR = "kimi_graph"
+SOCS = ("ascend910b", "ascend910_93", "ascend950")
+
+_TOP = f"""\
+cmake_minimum_required(VERSION 3.16)
+project({MARK})
+find_package(ASC REQUIRED)
+
+if(NOT DEFINED ASCEND_COMPUTE_UNIT)
+  set(ASCEND_COMPUTE_UNIT {" ".join(SOCS)})
+endif()
+set(package_name {VENDOR})  # the vendor: no other package's operators are replaced
+
+npu_op_package(${{package_name}} TYPE RUN CONFIG INSTALL_PATH ${{CMAKE_BINARY_DIR}})
+add_subdirectory(op_host)
+add_subdirectory(op_kernel)
+"""
+
+_HOST = """\
+set(sources
+{sources}
+)
+npu_op_code_gen(SRC ${{sources}} PACKAGE ${{package_name}} OUT_DIR ${{ASCEND_AUTOGEN_PATH}})
+file(GLOB aclnn ${{ASCEND_AUTOGEN_PATH}}/aclnn_*.cpp)
+file(GLOB proto ${{ASCEND_AUTOGEN_PATH}}/op_proto.cc)
+set_source_files_properties(${{aclnn}} ${{proto}} PROPERTIES GENERATED TRUE)
+
+npu_op_library(cust_optiling TILING ${{sources}})
+npu_op_library(cust_opapi ACLNN ${{aclnn}})
+npu_op_library(cust_op_proto GRAPH ${{sources}} ${{proto}})
+npu_op_package_add(${{package_name}} LIBRARY cust_optiling cust_opapi cust_op_proto)
+"""
+
+_KERNEL = """\
+{sources}
+npu_op_kernel_library(ascendc_kernels SRC_BASE ${{CMAKE_CURRENT_SOURCE_DIR}} TILING_LIBRARY cust_optiling)
+npu_op_package_add(${{package_name}} LIBRARY ascendc_kernels)
+"""
+
+_README = """\
+# Operators of kimi-graph: {names}
+
+Ascend C sources and the project that builds them into one package, vendor `{vendor}`. They were written without a
+device: a CPU twin runs them, and nobody has run them on an NPU. A deployment should have one operator package: two that
+bring an operator of one name, or one vendor, replace each other.
+
+On a machine with CANN (its development kit, CMake 3.16 or newer), in this folder:
+
+```bash
+source ${{ASCEND_HOME_PATH:-/usr/local/Ascend/cann}}/set_env.sh
+cmake -S . -B build -DASCEND_COMPUTE_UNIT={soc}   # or {others}
+cmake --build build --target binary package -j
+./build/custom_opp_*.run                          # into $ASCEND_OPP_PATH/vendors; or --install-path=DIR
+```
+
+Where it was installed to another folder, `source DIR/vendors/{vendor}/bin/set_env.bash` before `atc` and before the
+program that runs a graph: both look operators up. `op_graph/` says what the graph's nodes look like; the build makes
+its own prototype of the definition.
+"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A project: its folder, the operators in it, how many files."""
+
+    folder: Path
+    operators: tuple[str, ...]
+    files: int
+
+
+def export_kernels(folder: str | Path, *, overwrite: bool = False) -> Exported:
+    """Write the project.
+
+    Args:
+        folder: must not exist or be empty. overwrite: it may be a project of an earlier export, which is replaced.
+
+    Raises:
+        KernelError: something else is there.
+    """
+    folder = Path(folder)
+    _check_place(folder, overwrite)
+    names = kernels()
+    with new_folder(folder) as work:
+        (work / "CMakeLists.txt").write_text(_TOP)
+        for name in names:
+            _copy(name, work)
+        hosts = [f"  {name}/{path.name}" for name in names for path in sorted((work / "op_host" / name).glob("*.cpp"))]
+        (work / "op_host" / "CMakeLists.txt").write_text(_HOST.format(sources="\n".join(hosts)))
+        kernel_sources = "".join(
+            f"npu_op_kernel_sources(ascendc_kernels OP_TYPE {type_of(name)} KERNEL_DIR {name} KERNEL_FILE {name}.cpp)\n"
+            for name in names
+        )
+        (work / "op_kernel" / "CMakeLists.txt").write_text(_KERNEL.format(sources=kernel_sources))
+        types = tuple(map(type_of, names))
+        words = {"names": ", ".join(types), "vendor": VENDOR, "soc": SOCS[1], "others": " or ".join(SOCS[::2])}
+        (work / "README.md").write_text(_README.format(**words))
+        files = sum(path.is_file() for path in work.rglob("*"))
+    return Exported(folder, types, files)
+
+
+def type_of(name: str) -> str:
+    """The operator type of a kernel's folder: `kda_step` -> `KdaStep`."""
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def _check_place(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    lists = folder / "CMakeLists.txt"
+    if not lists.is_file() or f"project({MARK})" not in lists.read_text():
+        raise KernelError(f"{folder}: holds something else; choose another folder.")
+    if not overwrite:
+        raise KernelError(f"{folder}: is an export already; replace it with --overwrite, or choose another folder.")
+
+
+def _copy(name: str, work: Path) -> None:
+    """One operator: the build wants parts first, then operators, and every kernel's headers beside it."""
+    for part in ("op_host", "op_kernel", "op_graph"):
+        to = work / part / name
+        to.mkdir(parents=True)
+        for source in [*(FOLDER / name / part).rglob("*"), *(FOLDER / "common" / part).glob("*")]:
+            if source.suffix in (".h", ".cpp"):
+                inside = (
+                    source.relative_to(FOLDER / name / part) if source.is_relative_to(FOLDER / name) else source.name
+                )
+                (to / inside).parent.mkdir(exist_ok=True)
+                text = re.sub(r'#include "\.\./op_kernel/', f'#include "../../op_kernel/{name}/', source.read_text())
+                (to / inside).write_text(text)

@@ -1,0 +1,209 @@
+// Copies between memories.
+#pragma once
+
+#include "pipe.h"
+
+namespace AscendC {
+
+// Lengths and gaps in blocks of 32 bytes.
+struct DataCopyParams {
+    DataCopyParams() = default;
+    DataCopyParams(uint16_t count, uint16_t length, uint16_t src, uint16_t dst)
+        : blockCount(count), blockLen(length), srcStride(src), dstStride(dst)
+    {
+    }
+    uint16_t blockCount = 1, blockLen = 0, srcStride = 0, dstStride = 0;
+};
+
+// Length in bytes; the gap in bytes on the global side, in blocks of 32 bytes on the local side.
+struct DataCopyExtParams {
+#if __NPU_ARCH__ == 3510
+    using Stride = int64_t;
+#else
+    using Stride = uint32_t;
+#endif
+    DataCopyExtParams() = default;
+    DataCopyExtParams(uint16_t count, uint32_t length, Stride src, Stride dst, uint32_t reserved)
+        : blockCount(count), blockLen(length), srcStride(src), dstStride(dst), rsv(reserved)
+    {
+    }
+    uint16_t blockCount = 1;
+    uint32_t blockLen = 0;
+    Stride srcStride = 0, dstStride = 0;
+    uint32_t rsv = 0;
+};
+
+template <typename T>
+struct DataCopyPadExtParams {
+    DataCopyPadExtParams() = default;
+    DataCopyPadExtParams(bool pad, uint8_t left, uint8_t right, T value)
+        : isPad(pad), leftPadding(left), rightPadding(right), paddingValue(value)
+    {
+    }
+    bool isPad = false;
+    uint8_t leftPadding = 0, rightPadding = 0;
+    T paddingValue{};
+};
+
+}  // namespace AscendC
+
+namespace twin {
+
+using AscendC::TPosition;
+
+inline uint64_t Up(uint64_t bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
+
+// From global memory a copy reaches UB at VECIN and VECOUT (VECCALC on the 950 alone), and L1.
+inline void MayFill(const char* what, TPosition to)
+{
+    const bool calc = to == TPosition::VECCALC && __NPU_ARCH__ == 3510;
+    if (to == TPosition::VECIN || to == TPosition::VECOUT || SpaceOf(to) == L1 || calc) return;
+    Refuse("%s: on %d there is no way from GM to %s", what, __NPU_ARCH__,
+           to == TPosition::VECCALC ? "VECCALC" : SPACE_NAME[SpaceOf(to)]);
+}
+
+// To global memory from UB; from L1 before the 950.
+inline void MayLeave(const char* what, TPosition from)
+{
+    if (SpaceOf(from) == UB || (SpaceOf(from) == L1 && __NPU_ARCH__ == 2201)) return;
+    Refuse("%s: on %d there is no way from %s to GM", what, __NPU_ARCH__, SPACE_NAME[SpaceOf(from)]);
+}
+
+struct Bursts {
+    const char* what;
+    uint64_t count, bytes;
+    int64_t gm_step;      // bytes from the start of a burst to that of the next
+    uint64_t local_step;  // the same in local memory, a multiple of a block
+};
+
+template <typename T>
+void Fill(const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& src, const Bursts& b)
+{
+    MayFill(b.what, dst.place.position);
+    const uint32_t address = Aligned(b.what, dst.place);
+    Issue(PIPE_OF_MTE2);
+    for (uint64_t i = 0; i < b.count; i++) {
+        const uint64_t from = src.Inside(b.what, src.at + i * b.gm_step, b.bytes);
+        TouchGm(b.what, PIPE_OF_MTE2, *src.region, from, b.bytes, false);
+        uint8_t* to = Reach(b.what, PIPE_OF_MTE2, dst.place, address + uint32_t(i * b.local_step), uint32_t(b.bytes), true);
+        std::memcpy(to, src.region->base + from, b.bytes);
+    }
+    machine.core.counters.gm_read += b.count * b.bytes;
+}
+
+template <typename T>
+void Drain(const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const Bursts& b)
+{
+    MayLeave(b.what, src.place.position);
+    const uint32_t address = Aligned(b.what, src.place);
+    Issue(PIPE_OF_MTE3);
+    for (uint64_t i = 0; i < b.count; i++) {
+        const uint64_t to = dst.Inside(b.what, dst.at + i * b.gm_step, b.bytes);
+        const uint8_t* from =
+            Reach(b.what, PIPE_OF_MTE3, src.place, address + uint32_t(i * b.local_step), uint32_t(b.bytes), false);
+        TouchGm(b.what, PIPE_OF_MTE3, *dst.region, to, b.bytes, true);
+        std::memcpy(dst.region->base + to, from, b.bytes);
+    }
+    machine.core.counters.gm_written += b.count * b.bytes;
+}
+
+// UB to UB is the vector unit's; UB to L1 exists on the 950.
+template <typename T>
+void Move(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint64_t count, uint64_t bytes,
+          uint64_t src_step, uint64_t dst_step)
+{
+    const SpaceId from = SpaceOf(src.place.position), to = SpaceOf(dst.place.position);
+    const bool across = from == UB && to == L1 && __NPU_ARCH__ == 3510;
+    if (!across && (from != UB || to != UB))
+        Refuse("DataCopy: on %d there is no way from %s to %s", __NPU_ARCH__, SPACE_NAME[from], SPACE_NAME[to]);
+    const uint32_t read = Aligned("DataCopy", src.place), written = Aligned("DataCopy", dst.place);
+    const Pipe pipe = across ? PIPE_OF_MTE3 : PIPE_OF_V;
+    Issue(pipe);
+    for (uint64_t i = 0; i < count; i++) {
+        const uint8_t* a = Reach("DataCopy", pipe, src.place, read + uint32_t(i * src_step), uint32_t(bytes), false);
+        uint8_t* b = Reach("DataCopy", pipe, dst.place, written + uint32_t(i * dst_step), uint32_t(bytes), true);
+        std::memmove(b, a, bytes);
+    }
+}
+
+template <typename T>
+uint64_t WholeBlocks(uint32_t count)
+{
+    const uint64_t bytes = uint64_t(count) * sizeof(T);
+    if (!bytes || bytes % BLOCK)
+        Refuse("DataCopy: %u elements are %llu bytes, no multiple of %u: use DataCopyPad", count,
+               (unsigned long long)bytes, BLOCK);
+    return bytes;
+}
+
+inline Bursts Padded(const AscendC::DataCopyExtParams& p, uint32_t element, bool fills)
+{
+    if (p.blockCount < 1 || p.blockCount > 4095)
+        Refuse("DataCopyPad: %u blocks; 1 to 4095 are possible", p.blockCount);
+    if (!p.blockLen || p.blockLen > 2097151 || p.blockLen % element)
+        Refuse("DataCopyPad: blocks of %u bytes; a multiple of %u up to 2097151 is possible", p.blockLen, element);
+    const int64_t gm_gap = fills ? p.srcStride : p.dstStride, local_gap = fills ? p.dstStride : p.srcStride;
+    return {"DataCopyPad", p.blockCount, p.blockLen, int64_t(p.blockLen) + gm_gap, Up(p.blockLen) + BLOCK * local_gap};
+}
+
+inline Bursts Whole(const AscendC::DataCopyParams& p, bool fills)
+{
+    if (p.blockCount < 1 || p.blockCount > 4095 || !p.blockLen)
+        Refuse("DataCopy: %u blocks of %u x 32 bytes; 1 to 4095 of at least one are possible", p.blockCount, p.blockLen);
+    const uint64_t bytes = uint64_t(p.blockLen) * BLOCK;
+    const uint64_t gm_gap = fills ? p.srcStride : p.dstStride, local_gap = fills ? p.dstStride : p.srcStride;
+    return {"DataCopy", p.blockCount, bytes, int64_t(bytes + gm_gap * BLOCK), bytes + local_gap * BLOCK};
+}
+
+}  // namespace twin
+
+namespace AscendC {
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const uint32_t count)
+{
+    const uint64_t bytes = twin::WholeBlocks<T>(count);
+    twin::Fill(dst, src, {"DataCopy", 1, bytes, 0, 0});
+}
+
+template <typename T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const uint32_t count)
+{
+    const uint64_t bytes = twin::WholeBlocks<T>(count);
+    twin::Drain(dst, src, {"DataCopy", 1, bytes, 0, 0});
+}
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const LocalTensor<T>& src, const uint32_t count)
+{
+    twin::Move(dst, src, 1, twin::WholeBlocks<T>(count), 0, 0);
+}
+
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyParams& p)
+{
+    twin::Fill(dst, src, twin::Whole(p, true));
+}
+
+template <typename T>
+void DataCopy(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyParams& p)
+{
+    twin::Drain(dst, src, twin::Whole(p, false));
+}
+
+template <typename T>
+void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& p,
+                 const DataCopyPadExtParams<T>& pad)
+{
+    if (pad.leftPadding || pad.rightPadding || pad.isPad)
+        twin::Refuse("DataCopyPad: the twin pads by itself alone: isPad false, no padding left or right");
+    twin::Fill(dst, src, twin::Padded(p, sizeof(T), true));
+}
+
+template <typename T>
+void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const DataCopyExtParams& p)
+{
+    twin::Drain(dst, src, twin::Padded(p, sizeof(T), false));
+}
+
+}  // namespace AscendC

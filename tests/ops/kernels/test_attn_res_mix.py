@@ -1,0 +1,107 @@
+"""AttnResMix on the twin is the reference `residual_mix`."""
+
+import pytest
+import torch
+
+from kimi_graph import ops
+from kimi_graph.errors import KernelError
+from kimi_graph.ops.twin import ARCHES, Kernel
+
+# The output is rounded once. Where two float32 results lie on both sides of a tie, they round one last place apart.
+OUTPUT = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def kernel(twin_cache):
+    return Kernel("attn_res_mix", twin_cache)
+
+
+def made(count, shape, dtype=BF16, weight=BF16, spread=1.0):
+    width = shape[-1]
+    sources = [(torch.randn(*shape) * (1 + i)).to(dtype) for i in range(count)]
+    query = spread * torch.randn(width) / width**0.5
+    return {"sources": sources, "norm": (1 + torch.rand(width)).to(weight), "query": query.to(weight)}
+
+
+def compare(run, values, eps=1e-5):
+    y = ops.residual_mix(**values, eps=eps)
+    scale = y.float().abs().max()  # sources cancel in the mix: float32 errors are of their scale
+    torch.testing.assert_close(run.outputs["y"].float(), y.float(), rtol=OUTPUT[y.dtype], atol=3e-6 * scale)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("dtype, weight", [(BF16, BF16), (F32, F32)], ids=str)
+@pytest.mark.parametrize(
+    "count, shape",
+    [(1, (1, 1, 128)), (2, (3, 1, 2304)), (9, (33, 1, 1024)), (3, (2, 50, 80)), (5, (1, 7, 16))],
+    ids=str,
+)
+def test_it_is_the_references(count, shape, dtype, weight, arch, kernel):
+    values = made(count, shape, dtype, weight)
+    compare(kernel.run(values, {"eps": 1e-5}, arch=arch), values)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_the_released_width_fits(arch, kernel):
+    values = made(9, (3, 1, 7168))
+    compare(kernel.run(values, {"eps": 1e-5}, arch=arch), values)
+
+
+@pytest.mark.parametrize("dtype, weight", [(BF16, F32), (F16, F32)], ids=str)
+def test_other_types_work_too(dtype, weight, kernel):
+    values = made(3, (4, 1, 208), dtype, weight)
+    compare(kernel.run(values, {"eps": 1e-6}), values, 1e-6)
+
+
+def test_scores_far_apart_give_numbers(kernel):
+    """In either order: the larger score first, and last."""
+    values = made(4, (2, 2, 256), spread=200.0)
+    for sources in (values["sources"], values["sources"][::-1]):
+        turned = values | {"sources": sources}
+        compare(kernel.run(turned, {"eps": 1e-5}), turned)
+
+
+@pytest.mark.parametrize("name", ["source 0", "source 2", "norm", "query", "eps"])
+def test_every_input_matters(name, kernel):
+    values, eps = made(3, (2, 1, 64)), 1e-5
+    first = kernel.run(values, {"eps": eps}).outputs["y"]
+    if name == "eps":
+        eps = 3.0
+    elif name.startswith("source"):
+        values["sources"][int(name[-1])] *= 1.5
+    else:
+        values[name] = values[name] + torch.randn(64).to(BF16)
+    assert not torch.equal(first, kernel.run(values, {"eps": eps}).outputs["y"])
+
+
+def minimum(values):
+    return sum(s.nbytes for s in values["sources"]) + values["sources"][0].nbytes + 2 * values["norm"].nbytes
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("count, tokens", [(2, 512), (9, 512)], ids=str)
+def test_sources_are_read_once(count, tokens, arch, kernel):
+    values = made(count, (1, tokens, 512))
+    assert 1 <= kernel.run(values, {"eps": 1e-5}, arch=arch).counters.bytes / minimum(values) <= 1.05
+
+
+def test_with_few_tokens_cores_read_the_query_again_rather_than_wait(kernel):
+    values = made(9, (33, 1, 512))
+    run = kernel.run(values, {"eps": 1e-5})
+    assert run.cores == 33
+    assert run.counters.bytes == minimum(values) + 32 * 2 * values["norm"].nbytes
+    assert run.counters.touched == minimum(values)
+
+
+@pytest.mark.parametrize("width", [24, 16384])
+def test_widths_the_kernel_does_not_claim_are_refused(width, kernel):
+    with pytest.raises(KernelError, match="AttnResMix: tiling refuses sources 2 x"):
+        kernel.run(made(2, (1, 1, width)), {"eps": 1e-5})
+
+
+def test_sources_of_several_shapes_are_refused(kernel):
+    values = made(2, (2, 1, 64))
+    values["sources"][1] = values["sources"][1][:1].contiguous()
+    with pytest.raises(KernelError, match="AttnResMix: shape inference refuses"):
+        kernel.run(values, {"eps": 1e-5})
