@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kimi_graph.compile.caches import quantise_caches
 from kimi_graph.compile.driver import Request
 from kimi_graph.compile.meshes import Layout
 from kimi_graph.compile.phases import Bucket, fold_piece, pools, sharded_piece_tracer, stage_parts, uses
@@ -64,27 +65,27 @@ def traced(request: Request, b: Bucket, like: Mapping[str, Part] | None = None) 
     """
     layout = layout_of(request)
     if like is None:
-        return _traced(layout, b)
+        return _traced(layout, b, request.kv_dtype)
     trace, found = sharded_piece_tracer(request.config, b, layout.rules(b.phase)), dict(like)
     for use in uses(request.config, b):
         if kind_of(use.part).startswith("mla") and found[use.part] is like[use.part]:
-            found[use.part] = _part(trace(use))
+            found[use.part] = _part(trace(use), request.kv_dtype)
     return found
 
 
 @functools.lru_cache(maxsize=32)
-def _traced(layout: Layout, b: Bucket) -> Mapping[str, Part]:
+def _traced(layout: Layout, b: Bucket, kv_dtype: str) -> Mapping[str, Part]:
     trace = sharded_piece_tracer(layout.config, b, layout.rules(b.phase))
     found: dict[str, Part] = {}
     for use in uses(layout.config, b):
         alike = use.part.replace("ffn_", "attn_", 1)  # both halves of a layer mix and add in the same way
         if use.part not in found:
-            found[use.part] = found[alike] if alike in found else _part(trace(use))
+            found[use.part] = found[alike] if alike in found else _part(trace(use), kv_dtype)
     return found
 
 
-def _part(piece: ShardedCapture) -> Part:
-    folded = replace(piece, captured=fold_piece(piece.captured).captured)
+def _part(piece: ShardedCapture, kv_dtype: str) -> Part:
+    folded = replace(piece, captured=fold_piece(quantise_caches(piece.captured, kv_dtype)).captured)
     return Part(tuple(part_work(folded)), peak_bytes(folded), score_bytes(folded))
 
 

@@ -112,11 +112,15 @@ def _latent(node: Node) -> Found:
     }
 
 
-def _sparse(node: Node) -> Found:
-    """Every query reads the rows selected for it: from HBM each row once, the others from L2."""
+def _sparse(node: Node, selected: int = 4, row: int = 0) -> Found:
+    """Every query reads the rows selected for it: from HBM each row once, the others from L2.
+
+    Args:
+        selected: which argument that is; the block table follows. row: bytes of a cache's row; 0: in 16 bits.
+    """
     (rows, tokens, heads, latent), rope = _shape(node.args[0]), _shape(node.args[1])[-1]
-    top_k, (_, pages) = _shape(node.args[4])[-1], _shape(node.args[5])
-    width, cached = (latent + rope) * _ROW, pages * _shape(node.args[2])[1]
+    top_k, (_, pages) = _shape(node.args[selected])[-1], _shape(node.args[selected + 1])
+    width, cached = row or (latent + rope) * _ROW, pages * _shape(node.args[2])[1]
     pairs = rows * tokens * heads * top_k
     return {
         "cube": 2.0 * pairs * (2 * latent + rope),
@@ -126,15 +130,19 @@ def _sparse(node: Node) -> Found:
     }
 
 
-def _select(node: Node) -> Found:
-    """Index scores of all cached tokens; quadratic in a prefill."""
-    (rows, tokens, heads, key), (_, pages) = _shape(node.args[0]), _shape(node.args[3])
+def _select(node: Node, table: int = 3, number: int = _ROW) -> Found:
+    """Index scores of all cached tokens; quadratic in a prefill.
+
+    Args:
+        table: which argument that is. number: bytes of a number of a key.
+    """
+    (rows, tokens, heads, key), (_, pages) = _shape(node.args[0]), _shape(node.args[table])
     cached = pages * _shape(node.args[2])[1]
     pairs = rows * tokens * cached
     return {
         "cube": 2.0 * pairs * heads * key,
         "vector": (2.0 * heads + 4) * pairs,
-        "states": rows * cached * key * _ROW,
+        "states": rows * cached * key * number,
         "moved": size(node) + size(node.args[0]),
     }
 
@@ -184,10 +192,22 @@ def _looked_up(node: Node) -> Found:
     return {"weights": size(node), "moved": size(node)}
 
 
-_VIEWS = {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "getitem", "own_index", "scalar_tensor", "arange"}
+_VIEWS = {
+    "view",
+    "_unsafe_view",
+    "unsqueeze",
+    "squeeze",
+    "expand",
+    "getitem",
+    "own_index",
+    "scalar_tensor",
+    "arange",
+    "unbind",
+}
 _VECTOR = {  # operations of an element of the result; 1 unless said
-    "rms_norm": 6, "gated_rms_norm": 16, "layer_norm": 8, "sigmoid": 8, "silu": 9, "gelu": 12, "exp": 6, "situ": 40,
-    "situ_mul": 40, "swiglu": 10, "rope": 6, "residual_mix": 8, "moe_route": 40, "best_positions": 40, "sort": 40,
+    "rms_norm": 6, "gated_rms_norm": 16, "layer_norm": 8, "l2_norm": 4, "kda_gate": 20, "sigmoid": 8, "silu": 9,
+    "gelu": 12, "exp": 6, "situ": 40, "situ_mul": 40, "swiglu": 10, "rope": 6, "residual_mix": 8, "moe_route": 40,
+    "best_positions": 40, "sort": 40,
 }  # fmt: skip
 RULES: Mapping[str, Callable[[Node], Found]] = {
     "matmul": _product,
@@ -202,6 +222,11 @@ RULES: Mapping[str, Callable[[Node], Found]] = {
     "latent_attention_lse": _latent,
     "sparse_attention": _sparse,
     "select_keys": _select,
+    "quantised_sparse_attention": lambda n: _sparse(n, 3, _shape(n.args[2])[-1]),
+    "quantised_select_keys": lambda n: _select(n, 4, 1),
+    "quantised_cache_write": _write(2),
+    "quantised_index_write": _write(1),
+    "state_write": _write(1),
     "kda_chunk": _kda_chunk,
     "kda_step": _kda_step,
     "short_conv": _conv,
@@ -288,10 +313,16 @@ def _scaled(work: Work, share: float | None) -> Work:
     return replace(work, **of_rows, experts=True)
 
 
+SCORES = {"select_keys": 3, "quantised_select_keys": 4}  # the argument that is the block table
+
+
 def score_bytes(piece: ShardedCapture) -> int:
     """Bytes of the index scores of all queries of a part with all cached tokens, in float32; 0 where none are made."""
-    calls = (n for n in piece.captured.module.graph.nodes if n.op == "call_function" and node_name(n) == "select_keys")
-    return sum(4 * math.prod(_shape(n.args[0])[:2]) * _shape(n.args[3])[1] * _shape(n.args[2])[1] for n in calls)
+    calls = (n for n in piece.captured.module.graph.nodes if n.op == "call_function" and node_name(n) in SCORES)
+    return sum(
+        4 * math.prod(_shape(n.args[0])[:2]) * _shape(n.args[SCORES[node_name(n)]])[1] * _shape(n.args[2])[1]
+        for n in calls
+    )
 
 
 # ---- memory that a graph works in ------------------------------------------------------------------------------------

@@ -51,6 +51,15 @@ def test_index_scores_grow_with_queries_and_with_what_is_cached():
     assert w.cube == 2 * 4 * (512 // 16) * 8192 * 32 * 128  # the queries of a rank
 
 
+def test_caches_in_8_bits_are_read_as_such():
+    given = {"name": "deepseek-v3.2", "max_len": 8192}
+    (plain,), (packed,) = (
+        of(works("mla", **given, kv_dtype=kv), name)
+        for kv, name in (("bf16", "sparse_attention"), ("int8", "quantised_sparse_attention"))
+    )
+    assert plain.states == 4 * 2048 * 576 * 2 and packed.states == 4 * 2048 * (512 + 2 * 64 + 4 * 4)
+
+
 def test_products_of_a_mixer_are_those_of_its_weights():
     found = of(works("kda", "prefill"), "matmul")
     weights = sum(w.weights for w in found) / 2
