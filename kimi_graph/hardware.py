@@ -30,6 +30,8 @@ class Number:
     def text(self) -> str:
         """`1.60 TB/s`."""
         size, unit = self.value, self.unit
+        if unit == "s":
+            size, unit = size * 1e6, "us"
         if unit in ("B", "B/s", "FLOP/s", "op/s"):
             step, names = (1024, ("", "Ki", "Mi", "Gi")) if unit == "B" else (1000, ("", "k", "M", "G", "T"))
             index = 0

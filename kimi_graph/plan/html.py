@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .ledger import StageLedger
-from .report import capacity, commands, decode_points, duration, lengths, sequences
-from .search import Option, Plan, formats, gib
+from .report import capacity, commands, decode_points, duration, form, lengths, sequences
+from .search import Option, Plan, dies, formats, gib
 from .work import Work
 
 COLOURS = ("#3b6ea5", "#c8553d", "#588157", "#8d6a9f", "#d9a441", "#4aa3a2", "#7d7d7d", "#a3b18a", "#b56576", "#2f3e46")
@@ -34,10 +34,10 @@ def write_html(plan: Plan, where: Path) -> None:
 def page(plan: Plan) -> str:
     """The whole document."""
     o, ask = plan.best, plan.ask
-    title = f"{ask.config.name} on {plan.devices:,} dies of {ask.target.name}"
+    title = f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}"
     intro = (
         f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages); experts "
-        f"as {o.request.form}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
+        f"as {form(o)}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
     )
     fewer = f"<p>Why not fewer dies: {_text(plan.fewer)}.</p>" if plan.fewer else ""
     body = [

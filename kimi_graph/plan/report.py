@@ -7,7 +7,7 @@ from .estimate import Decode, Prefill, Step, decode
 from .factors import PUBLISHED
 from .ledger import buckets_of
 from .profiles import table
-from .search import Option, Plan, formats, gib
+from .search import Option, Plan, dies, formats, gib
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
 IMAGES = (1, 8, 64)
@@ -17,10 +17,10 @@ MORE_BATCH = (1, 8, 32, 128)
 def plan_text(plan: Plan) -> str:
     o, ask = plan.best, plan.ask
     lines = [
-        f"{ask.config.name} on {plan.devices:,} dies of {ask.target.name} ({ask.target.product}, "
+        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
         f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
-        f"{plan.base.page}); experts as {o.request.form}, caches as {plan.base.kv_dtype}",
+        f"{plan.base.page}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
         *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
@@ -74,6 +74,12 @@ def _row(o: Option) -> tuple[str, ...]:
 
 def _world(o: Option) -> int:
     return o.request.mesh.world if o.request.mesh else 1
+
+
+def form(o: Option) -> str:
+    """What graphs keep experts in."""
+    dtype = str(o.request.config.dtype).removeprefix("torch.")
+    return dtype if o.request.form == "plain" else o.request.form
 
 
 def sequences(count: int) -> str:

@@ -53,7 +53,8 @@ def routing(experts: int, choices: int, ranks: int, redundant: int = 0, spread: 
     even = Routing(touched=1 - math.exp(-choices / slots))
 
     def at(part: float) -> Routing:
-        return Routing(rows=max(1.0, float(np.quantile(skew, part))), touched=float(np.quantile(touched, part)))
+        most = max(even.touched, float(np.quantile(touched, part)))
+        return Routing(rows=max(1.0, float(np.quantile(skew, part))), touched=most)
 
     return Spread(even=even, median=at(0.5), high=at(0.9))
 

@@ -184,6 +184,11 @@ def _full(ask: Ask, choice: Choice, ledger: Ledger) -> str:
     )
 
 
+def dies(count: int) -> str:
+    """`1 die`, `32 dies`."""
+    return f"{count:,} die" + "s" * (count != 1)
+
+
 def gib(size: float) -> str:
     return f"{size / GIB:,.2f} GiB"
 
@@ -216,7 +221,7 @@ class Plan:
     def summary(self) -> str:
         o = self.best
         return (
-            f"{self.ask.config.name} on {self.devices:,} dies of {self.ask.target.name}: {o.choice}, "
+            f"{self.ask.config.name} on {dies(self.devices)} of {self.ask.target.name}: {o.choice}, "
             f"{gib(o.room)} of a die free"
         )
 
@@ -320,7 +325,7 @@ def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
     if found is None:
         raise PlanError(_nothing(ask, base, sieve, MOST))
     least = next(counts_up_to(sieve, MOST), 1)
-    fewer = last or f"{least - 1:,}: weights shared out evenly would not fit"
+    fewer = last or (f"{least - 1:,}: weights shared out evenly would not fit" if least > 1 else "")
     return _quick_enough(ask, replace(found, fewer=fewer))
 
 
@@ -375,7 +380,7 @@ def _too_slow(ask: Ask, plan: Plan) -> str:
     if ask.tpot is not None:
         asked.append(f"--tpot {math.ceil(o.tpot * 1e3):g}")
     return (
-        f"{ask.config.name} on {plan.devices:,} dies of {ask.target.name}: {_slow(ask, plan)} with {plan.base.rows:,} "
+        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}: {_slow(ask, plan)} with {plan.base.rows:,} "
         f"sequences of {plan.base.max_len:,} tokens. Nearest that can be asked for: {' '.join(asked)} ({o.choice})."
     )
 
@@ -389,7 +394,7 @@ def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     released = f"{gib(size['native'])} of weights as released"
     as_kept = "" if base.weights_format == "native" else f", {gib(kept)} as graphs keep them ({base.weights_format})"
     there = gib(devices * t.memory_bytes)
-    head = f"{c.name} does not fit {devices:,} dies of {t.name}: it needs {released}{as_kept}, there are {there}"
+    head = f"{c.name} does not fit {dies(devices)} of {t.name}: it needs {released}{as_kept}, there are {there}"
     near = _nearest(ask, sieve, devices)
     return f"{head}. {near}"
 
