@@ -3,7 +3,7 @@
 Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
 read and write; `touched` counts each byte once, as if the L2 cache kept what a second core reads. A kernel may move
 1.05 times the minimum; where few cores would meet that and many are faster, `touched` has to (AttnResMix with few
-tokens).
+tokens, KdaChunk with fewer states than cores).
 The busiest core's share of all bytes and of all vector work is printed beside an even share.
 
     python benchmarks/kernels.py [--arch 2201|3510]
@@ -76,6 +76,8 @@ def cases() -> Iterator[Case]:
     """Shapes of Kimi K3 on 8 and on 32 dies (12 and 3 heads), decode and prefill."""
     for batch, heads in ((1, 3), (1, 12), (33, 3), (33, 12)):
         yield kda_step(batch, heads)
+    for batch, tokens, heads in ((8, 32, 12), (1, 128, 12)):
+        yield kda_chunk(batch, tokens, heads)
     for batch, tokens, heads in ((1, 1, 12), (33, 1, 3), (33, 1, 12), (1, 512, 3), (2, 700, 12)):
         yield short_conv(batch, tokens, heads)
     for sources, tokens in ((9, 512), (5, 512), (2, 512), (9, 33), (9, 1)):
@@ -100,6 +102,19 @@ def kda_step(batch: int, heads: int, key: int = 128) -> Case:
     attrs = {"scale": key**-0.5, "norm_eps": 1e-6, "beta_logits": True, "lower_bound": -5.0}
     inputs |= {"bias": bias, "log_rate": log_rate}
     return Case("kda_step", f"{batch} rows, {heads} heads", inputs, least, attrs)
+
+
+def kda_chunk(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
+    """Rows that go on. With a state for every core none is split."""
+    q, k, v = (torch.randn(batch, tokens, heads, key).to(BF16) / key**0.5 for _ in range(3))
+    decay, beta = -torch.rand(batch, tokens, heads, key), torch.rand(batch, tokens, heads)
+    memory, slots = torch.randn(batch + 1, heads, key, key), torch.arange(1, batch + 1, dtype=torch.int32)
+    counts = torch.full((batch,), tokens)
+    inputs = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "memory": memory, "slots": slots}
+    inputs |= {"lengths": counts + 9, "counts": counts}
+    least = size(q, k, v, v, decay, beta, slots, counts, counts, memory[1:], memory[1:])
+    shape = f"{batch} x {tokens} tokens, {heads} heads"
+    return Case("kda_chunk", shape, inputs, least, {"scale": key**-0.5}, cached=batch * heads < 72)
 
 
 def short_conv(batch: int, tokens: int, heads: int, key: int = 128) -> Case:

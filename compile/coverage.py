@@ -37,6 +37,7 @@ from .view import Node, View, view
 
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
 BETWEEN, REST = "between ranks", "the rest"  # kinds of what no lowering chose
+NO_KERNEL = "no kernel yet"
 WIDTH = 118  # of a line
 KERNELS = Path(kimi_graph.ops.__file__).parent / "kernels"
 CODES = re.compile(r"_(type|mode|item|alg)\b|\b(input_)?layout")  # attributes that choose a form: they are no sizes
@@ -137,9 +138,17 @@ class Coverage:
                     lines += _row_lines(row)
                 lines += [f"  CANNOT BE SERVED: {u.why}" for u in self.unserved if (u.phase, u.part) == (phase, part)]
         lines += [""] if self.packages or self.conflict else []
-        lines += [f"package: {needed.text()}" for needed in self.packages]
+        lines += self._points()
         lines += [f"CONFLICT: {self.conflict}"] if self.conflict else []
         return "\n".join(lines)
+
+    def _points(self) -> list[str]:
+        """What has to be installed, and what of it is not there yet."""
+        points = [f"package: {needed.text()}" for needed in self.packages]
+        missing = sorted({t for row in self.served for t, _ in row.types if _evidence(t) == NO_KERNEL})
+        if missing:
+            points.append(f"{NO_KERNEL}: {', '.join(missing)}; without own in --providers they are composed")
+        return points
 
     def _markdown(self) -> str:
         """Tables for a release note."""
@@ -151,7 +160,7 @@ class Coverage:
             lines += [
                 _cells((f"{r.part} x {r.layers}", r.kind, r.operators, r.provider, r.evidence, r.limits)) for r in rows
             ]
-        points = [f"package: {needed.text()}" for needed in self.packages]
+        points = self._points()
         points += [f"**conflict**: {self.conflict}"] if self.conflict else []
         points += [f"**not served**: {u.part} of {u.phase}: {u.why}" for u in self.unserved]
         return "\n".join([*lines, *([""] if points else []), *(f"- {point}" for point in points)])
@@ -353,7 +362,7 @@ def _provider(type_: str) -> str:
 
 def _evidence(type_: str) -> str:
     if _provider(type_) == "own":
-        return "run on the CPU twin alone" if (KERNELS / folder_of(type_)).is_dir() else "no kernel yet"
+        return "run on the CPU twin alone" if (KERNELS / folder_of(type_)).is_dir() else NO_KERNEL
     return ROWS[type_].evidence if type_ in ROWS else "documented"
 
 

@@ -1138,6 +1138,8 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("gate", use.shape("gate"), x)
     yield from expect("weight", weight, None if x is None else x[-1:])
     yield from expect("y", use.made("y"), x)
+    if x is not None:
+        yield from _sixteens("the width", x[-1], 512)
 
 
 @limit("ShortConv")
@@ -1150,6 +1152,9 @@ def _(use: Use) -> Iterator[Fault | Met]:
         return
     yield from expect("channels of weight", weight[:-1], x[2:])
     yield from expect("window", window[1:], (*x[2:], weight[-1] - 1))
+    yield from exactly("the number of taps", weight[-1], 4)
+    channels = prod(x[2:])
+    yield from within("the number of channels", channels, channels % 16 == 0, "a multiple of 16")
     yield from _rows(use, x[0])
     yield from expect("y", use.made("y"), x)
 
@@ -1170,8 +1175,7 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("memory", memory[1:], (q[2], v[3], q[3]), "It is [slots, heads, value, key].")
     yield from expect("slots", use.shape("slots"), q[:1])
     for name, width in (("key", q[3]), ("value", v[3])):
-        legal = width % 16 == 0 and 16 <= width <= 256
-        yield from within(f"the {name} width", width, legal, "a multiple of 16 from 16 to 256")
+        yield from _sixteens(f"the {name} width", width, 256)
     yield from expect("bias", use.shape("bias"), (q[2], q[3]))
     yield from expect("log_rate", use.shape("log_rate"), (q[2],))
     if use.given("bias") != use.given("log_rate"):
@@ -1208,6 +1212,18 @@ def _(use: Use) -> Iterator[Fault | Met]:
     for name in ("norm", "query"):
         yield from expect(name, use.shape(name), last)
     yield from expect("y", use.made("y"), sources[0])
+    if last is not None:
+        bits = Dtype.of_proto(use.dtype("sources0") or F32).bits
+        yield from _sixteens("the width", last[0], (UNIFIED_BUFFER[use.target.soc] - 512) // (3 * bits // 8 + 16))
+
+
+UNIFIED_BUFFER = {"a2": 192 * 1024, "a3": 192 * 1024, "950": 248 * 1024}  # bytes a core can use; fact sheet, C.1
+
+
+def _sixteens(what: str, found: int, most: int) -> Iterator[Fault | Met]:
+    """What kernels of ours take of a width."""
+    legal = found % 16 == 0 and 16 <= found <= most
+    yield from within(what, f"{found:,}", legal, f"a multiple of 16 from 16 to {most // 16 * 16:,}")
 
 
 def _rows(use: Use, batch: int) -> Iterator[Fault | Met]:

@@ -20,7 +20,7 @@ class Package:
     """What has to be installed for the operators of a provider.
 
     Attributes:
-        build: how it is made of some operators alone, with `{ops}` for their names; "" where that is not said yet.
+        build: how it is made, of some operators alone where `{ops}` is for their names.
         replaces: types of CANN that it has too when it is built as its own script does: how their prototypes differ.
     """
 
@@ -38,7 +38,7 @@ PACKAGES = {
             "SparseFlashAttention": "without sinks",
         },
     ),
-    "own": Package(build="", replaces={}),
+    "own": Package(build="kimi-graph kernels export DIR", replaces={}),
 }
 
 
@@ -61,7 +61,7 @@ class Needed:
         """What of it, how it is built, and what must not be in it, in a line."""
         package = PACKAGES[self.provider]
         line = f"{self.provider}, with {', '.join(self.types)}"
-        line += f" ({package.build.format(ops=';'.join(map(folder_of, self.types)))})" if package.build else ""
+        line += f" ({package.build.format(ops=';'.join(map(folder_of, self.types)))})"
         why = ", ".join(f"{type_} ({package.replaces[type_]})" for type_ in self.replaced)
         return line + (f", and with nothing else: all of it would replace CANN's {why}" if why else "")
 

@@ -95,8 +95,13 @@ def _gated_composed(ge, x, gate, weight, eps):
     return ge.cast(made, ge.dtype(x))
 
 
+def _own_width(ge, x, *args) -> str:
+    width = ge.shape(x)[-1]
+    return "" if width % 16 == 0 and 16 <= width <= 512 else f"takes multiples of 16 up to 512, this is {width}"
+
+
 GATED = (
-    Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid"),
+    Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid", _own_width),
     Offer("composed", "RmsNorm, Sigmoid, Mul", _gated_composed, "float32 between the operators"),
 )
 

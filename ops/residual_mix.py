@@ -56,12 +56,18 @@ def _composed(ge, sources, norm, query, eps):
     return ge.cast(ge.mark(mixed, shape, f32), ge.dtype(sources[0]))
 
 
+def _own_width(ge, sources, *args) -> str:
+    width = ge.shape(sources[0])[-1]
+    return "" if width % 16 == 0 else f"takes multiples of 16 channels, these are {width}"
+
+
 OFFERS = (
     Offer(
         "own",
         "AttnResMix",
         _own,
         "CANN has no operator for it, and a composition reads the sources several times",
+        _own_width,
     ),
     Offer("composed", "ConcatV2, RmsNorm, ReduceSum, SoftmaxV2, Mul", _composed, "reads the sources several times"),
 )

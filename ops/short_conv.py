@@ -94,11 +94,18 @@ def _composed(ge, x, weight, window, slots, lengths, counts):
     return y, ge.ScatterNdUpdate(window, ge.reshape(slots, [rows, 1]), last)
 
 
+def _own_sizes(ge, x, weight, *args) -> str:
+    (*_, heads, key), taps = ge.shape(x), ge.shape(weight)[-1]
+    if taps == 4 and heads * key % 16 == 0:
+        return ""
+    return f"takes 4 taps and a multiple of 16 channels, these are {taps} and {heads * key}"
+
+
 _OTHER_WINDOW = "keeps its windows as [slots, taps - 1, channels] and does not know padded rows"
 
 OFFERS = (
     cannot("builtin", "CausalConv1d", _OTHER_WINDOW),
     cannot("vllm-ascend", "CausalConv1d", "its definition has the windows, which it writes, among the inputs alone"),
-    Offer("own", "ShortConv", _own, "one kernel for prefill and decode, in place over slots"),
+    Offer("own", "ShortConv", _own, "one kernel for prefill and decode, in place over slots", _own_sizes),
     Offer("composed", "GatherV2, Mul, Add, Swish, ScatterNdUpdate", _composed, "a product for each tap, float32 sums"),
 )

@@ -701,6 +701,37 @@ def test_limits_of_recurrent_kda_hold(helpers, change, message):
         check(kda_step(**change), helpers)
 
 
+def own(type_: str, width: int, taps: int = 4):
+    """A node of an operator of ours, of some width."""
+    g, x = Builder(), [2, 3, 1, width]
+    if type_ == "GatedRmsNorm":
+        inputs = {"x": g.data("x", x), "gate": g.data("gate", x), "weight": g.data("w", [width])}
+        return g.done(g.add("it", type_, inputs, {"y": (x, BF16)}, eps=1e-5))
+    if type_ == "AttnResMix":
+        inputs = {"sources0": g.data("x", x[:2] + x[3:]), "norm": g.data("n", [width]), "query": g.data("q", [width])}
+        return g.done(g.add("it", type_, inputs, {"y": (x[:2] + x[3:], BF16)}, eps=1e-5))
+    window = [4, 1, width, taps - 1]
+    inputs = {"x": g.data("x", x), "weight": g.data("w", [1, width, taps]), "window": g.state("s", window, BF16)}
+    inputs |= {"slots": g.data("slots", [2], I32), "lengths": g.data("n", [2], I64), "counts": g.data("c", [2], I64)}
+    return g.done(g.add("it", type_, inputs, {"y": (x, BF16), "window": (window, BF16)}))
+
+
+@pytest.mark.parametrize(
+    "type_, fits, change, message",
+    [
+        ("GatedRmsNorm", 512, {"width": 528}, "the width is 528; expected a multiple of 16 from 16 to 512"),
+        ("AttnResMix", 8912, {"width": 8928}, "the width is 8,928; expected a multiple of 16 from 16 to 8,912"),
+        ("AttnResMix", 7168, {"width": 7160}, "the width is 7,160; expected a multiple of 16 from 16 to 8,912"),
+        ("ShortConv", 128, {"width": 120}, "the number of channels is 120; expected a multiple of 16"),
+        ("ShortConv", 128, {"width": 128, "taps": 3}, "the number of taps is 3; expected 4"),
+    ],
+)
+def test_kernels_of_ours_take_the_sizes_they_can_hold(helpers, type_, fits, change, message):
+    check(own(type_, fits), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(own(type_, **change), helpers)
+
+
 def test_cann_9_2_takes_a_float32_memory(helpers):
     check(recurrent(state=F32), helpers, cann="9.2")
 
@@ -954,16 +985,16 @@ def test_rows_scattered_into_a_state_have_its_width(helpers, change, message):
 
 
 def test_sources_of_a_mix_have_one_shape(helpers):
-    def mix(second=(2, 3, 8), query=(8,)) -> Builder:
+    def mix(second=(2, 3, 16), query=(16,)) -> Builder:
         g = Builder()
-        inputs = {"sources0": g.data("a", [2, 3, 8]), "sources1": g.data("b", list(second))}
-        inputs |= {"norm": g.weight("norm", [8]), "query": g.weight("query", list(query))}
-        return g.done(g.add("mix", "AttnResMix", inputs, {"y": ([2, 3, 8], BF16)}, eps=1e-5))
+        inputs = {"sources0": g.data("a", [2, 3, 16]), "sources1": g.data("b", list(second))}
+        inputs |= {"norm": g.weight("norm", [16]), "query": g.weight("query", list(query))}
+        return g.done(g.add("mix", "AttnResMix", inputs, {"y": ([2, 3, 16], BF16)}, eps=1e-5))
 
     check(mix(), helpers)
-    with pytest.raises(CompileError, match=r"sources1 is \[2, 8\]; expected \[2, 3, 8\]"):
-        check(mix(second=(2, 8)), helpers)
-    with pytest.raises(CompileError, match=r"query is \[3\]; expected \[8\]"):
+    with pytest.raises(CompileError, match=r"sources1 is \[2, 16\]; expected \[2, 3, 16\]"):
+        check(mix(second=(2, 16)), helpers)
+    with pytest.raises(CompileError, match=r"query is \[3\]; expected \[16\]"):
         check(mix(query=(3,)), helpers)
 
 

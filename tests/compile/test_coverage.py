@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from kimi_graph.compile import coverage
 from kimi_graph.compile.coverage import Coverage, Served, cover, request_of
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.packages import PACKAGES, packages_of
@@ -196,6 +197,14 @@ def test_packages_are_those_of_the_table():
 
 
 # ---- how it is written -----------------------------------------------------------------------------------------------
+
+
+def test_an_operator_of_ours_without_a_kernel_is_said_to_have_none(covered, monkeypatch, tmp_path):
+    found = covered("kimi-k3")
+    assert "no kernel yet" not in found.text()  # a decode step's have all
+    monkeypatch.setattr(coverage, "KERNELS", tmp_path)
+    line = found.text().splitlines()[-1]
+    assert line.startswith("no kernel yet: AttnResMix, GatedRmsNorm, ShortConv; without own in --providers")
 
 
 def test_markdown_is_a_table_for_each_phase(covered):

@@ -390,6 +390,12 @@ def test_by_default_a_step_that_cann_has_not_is_composed_as_it_was_before_there_
     assert lower(host, stepped(128, 128), ("a3", "9.1")).choices["recurrent KDA"].provider == "composed"
 
 
+def test_sizes_that_a_kernel_of_ours_cannot_hold_are_composed(host):
+    for name in ("short_conv of one token", "gated_rms_norm"):  # 24 channels, a norm of 8
+        (choice,) = lower(host, COMPOSED[name], ("a3", "9.2")).converted.choices
+        assert choice.provider == "composed" and "of own: takes" in choice.reason
+
+
 def test_what_nobody_serves_is_refused_with_why_each_cannot_and_who_was_not_asked(host):
     with pytest.raises(CompileError) as refused:
         lower(host, CASES["kda_step"], ("a3", "9.1"), ("builtin", "vllm-ascend", "own"))
@@ -522,7 +528,7 @@ def test_a_choice_names_the_line_that_asked_for_it_and_is_said_once(host):
             x = attn_residual(AttnResidual(norm=norm, query=query), [x, x], 1e-5)
         return x
 
-    made = lower(host, Case(twice, {"x": rand(1, 2, 8), "norm": rand(8), "query": rand(8)}), ("a3", "9.2"))
+    made = lower(host, Case(twice, {"x": rand(1, 2, 16), "norm": rand(16), "query": rand(16)}), ("a3", "9.2"))
     (choice,) = made.converted.choices
     assert (choice.kind, choice.operator) == ("attention over depth", "AttnResMix")
     assert choice.source.startswith("layers/attn_residual.py:")

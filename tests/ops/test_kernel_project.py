@@ -44,12 +44,12 @@ def test_sources_are_those_of_the_repository_but_for_where_they_include_from(pro
 
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler: g++ or clang++")
 def test_its_sources_compile_where_they_are(project):
-    """Against the twin's headers, without any other folder of the repository."""
-    command = [compiler(), "-std=c++17", "-fsyntax-only"]
-    host = [f"-I{TWIN / 'host'}", *map(str, sorted((project / "op_host").rglob("*.cpp")))]
+    """Against the twin's headers, without any other folder of the repository, and without a warning."""
+    command = [compiler(), "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Wno-unused-parameter", "-Werror"]
+    host = [f"-I{TWIN / 'host'}", *map(str, sorted((project / "op_host" / "kda_step").glob("*.cpp")))]
     subprocess.run([*command, *host], check=True)
-    kernel = project / "op_kernel" / "situ_mul" / "situ_mul.cpp"
-    defines = ["-D__NPU_ARCH__=3510", "-DDTYPE_GATE=half", f"-I{TWIN / 'include'}"]
+    kernel = project / "op_kernel" / "kda_step" / "kda_step.cpp"
+    defines = ["-D__NPU_ARCH__=3510", "-DDTYPE_Q=half", "-DDTYPE_DECAY=half", f"-I{TWIN / 'include'}"]
     subprocess.run([*command, *defines, str(kernel)], check=True)
 
 

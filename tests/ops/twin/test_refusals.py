@@ -17,13 +17,20 @@ struct Case {
     TQue<TPosition::VECOUT, 2> out;
     TBuf<TPosition::VECCALC> calc;
     TBuf<TPosition::VECIN> landing;
+    TBuf<TPosition::VECOUT> leaving;
     TBuf<TPosition::A1> l1;
     TBuf<TPosition::A2> l0a;
     GlobalTensor<float> x, y;
     Case(GM_ADDR a, GM_ADDR b) { x.SetGlobalBuffer((float*)a); y.SetGlobalBuffer((float*)b, 64); }
     void Queues() { pipe.InitBuffer(in, 2, 256); pipe.InitBuffer(out, 2, 256); }
     LocalTensor<float> Calc(uint32_t n = 64) { pipe.InitBuffer(calc, n * 4); return calc.Get<float>(); }
-    LocalTensor<float> Filled() { auto c = Calc(128); Duplicate(c, 1.0f, 64); return c; }
+    LocalTensor<float> Filled() { auto c = Calc(256); Duplicate(c, 1.0f, 128); return c; }
+    LocalTensor<float> Ready() {
+        pipe.InitBuffer(leaving, 256);
+        auto t = leaving.Get<float>();
+        Duplicate(t, 1.0f, 64);
+        return t;
+    }
     LocalTensor<float> Read() {
         Queues();
         auto t = in.AllocTensor<float>();
@@ -33,7 +40,7 @@ struct Case {
     }
     void Write(LocalTensor<float>& from) {
         auto t = out.AllocTensor<float>();
-        DataCopy(t, from, 64);
+        Muls(t, from, 1.0f, 64);
         out.EnQue(t);
         auto u = out.DeQue<float>();
         DataCopy(y, u, 64);
@@ -56,7 +63,15 @@ CASES = {
     "a buffer larger than L1": ("InitBuffer: 600000 bytes of L1 wanted", "pipe.InitBuffer(l1, 600000);"),
     "a buffer larger than L0A": ("InitBuffer: 70016 bytes of L0A wanted", "pipe.InitBuffer(l0a, 70000);"),
     "more buffers than a pipe has": ("more than 64 buffers", "for (int i = 0; i < 65; i++) Calc(8);"),
-    "a copy from memory to VECCALC": ("no way from GM to VECCALC", "DataCopy(Calc(), x, 64);"),
+    "a copy from memory to VECCALC": ("no way from GM to VECCALC", "DataCopyPad(Calc(), x, {1, 256, 0, 0, 0}, {});"),
+    "a copy of whole blocks to VECCALC": ("no way from GM to VECCALC", "DataCopy(Calc(), x, 64);"),
+    "a copy of whole blocks to VECOUT": (
+        "no way from GM to VECOUT",
+        "Queues(); DataCopy(out.AllocTensor<float>(), x, 64);",
+    ),
+    "a copy from VECCALC to memory": ("no way from VECCALC to GM", "DataCopyPad(y, Filled(), {1, 256, 0, 0, 0});"),
+    "a copy of whole blocks from VECIN": ("no way from VECIN to GM", "DataCopy(y, Read(), 64);"),
+    "a copy from VECCALC to itself": ("no way from VECCALC to VECCALC", "auto c = Filled(); DataCopy(Calc(), c, 64);"),
     "a copy from memory to L0A": (
         "no way from GM to L0A",
         "pipe.InitBuffer(l0a, 256); DataCopy(l0a.Get<float>(), x, 64);",
@@ -69,7 +84,7 @@ CASES = {
         ),
     ),
     "a copy from UB to L1": (
-        "no way from UB to L1",
+        "no way from VECCALC to L1",
         (
             "auto c = Filled(); pipe.InitBuffer(l1, 256); SetFlag<HardEvent::V_MTE3>(0); "
             "WaitFlag<HardEvent::V_MTE3>(0); DataCopy(l1.Get<float>(), c, 64);"
@@ -91,6 +106,14 @@ CASES = {
     "blocks that cut an element": (
         "blocks of 6 bytes; a multiple of 4",
         ("Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 6, 0, 0, 0}, {});"),
+    ),
+    "padding that has no value": (
+        "the twin pads on the right, with a value",
+        "Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 12, 0, 0, 0}, {false, 0, 1, 0.0f});",
+    ),
+    "more padding than a block": (
+        "36 bytes of padding; at most 32",
+        "Queues(); DataCopyPad(in.AllocTensor<float>(), x, {1, 12, 0, 0, 0}, {true, 0, 9, 0.0f});",
     ),
     "local memory nothing wrote": ("Exp reads byte 0 of UB, which nothing wrote", "auto c = Calc(); Exp(c, c, 8);"),
     "what a padded copy left open": (
@@ -154,7 +177,7 @@ CASES = {
     ),
     "a copy before vector work ended": (
         "DataCopy on pipe MTE3 meets UB that pipe V wrote",
-        "DataCopy(y, Filled(), 64);",
+        "DataCopy(y, Ready(), 64);",
     ),
     "a scalar before vector work ended": ("GetValue on pipe S meets UB that pipe V wrote", "Filled().GetValue(0);"),
     "vector work before a scalar ended": (
@@ -164,7 +187,7 @@ CASES = {
     "memory read back before it was written": (
         "DataCopy on pipe MTE2 meets y that pipe MTE3 wrote",
         (
-            "auto c = Filled(); SetFlag<HardEvent::V_MTE3>(0); WaitFlag<HardEvent::V_MTE3>(0); "
+            "auto c = Ready(); SetFlag<HardEvent::V_MTE3>(0); WaitFlag<HardEvent::V_MTE3>(0); "
             "DataCopy(y, c, 64); Queues(); DataCopy(in.AllocTensor<float>(), y, 64);"
         ),
     ),
@@ -196,10 +219,27 @@ CASES = {
         "auto c = Filled(); Add(c, c, c, 65, 1, BinaryRepeatParams());",
     ),
     "more repeats than eight bits hold": (
-        "256 repeats; at most 255",
+        "256 repeats; 1 to 255",
         "auto c = Filled(); Add(c, c, c, 8, 256, BinaryRepeatParams(1, 1, 1, 0, 0, 0));",
     ),
     "a stride that eight bits do not hold": ("a stride of 256 blocks", "BinaryRepeatParams(1, 1, 1, 256, 0, 0);"),
+    "no repeats": ("0 repeats; 1 to 255", "auto c = Filled(); Add(c, c, c, 8, 0, BinaryRepeatParams());"),
+    "a result over part of its source": (
+        "a source and the result overlap in part",
+        "auto c = Filled(); Exp(c[8], c, 32);",
+    ),
+    "a repeat that reads an earlier one's result": (
+        "reads what an earlier part of the same instruction wrote",
+        "auto c = Filled(); Add(c[8], c, c[64], 8, 4, BinaryRepeatParams(1, 1, 1, 1, 1, 0));",
+    ),
+    "elements gathered over their source": (
+        "the source and the result overlap",
+        "auto c = Filled(); auto a = Calc().ReinterpretCast<uint32_t>(); Duplicate(a, 4u, 8); Gather(c, c, a, 0, 8);",
+    ),
+    "integers to floats without a rounding": (
+        "both chips make float of int32_t with CAST_RINT",
+        "auto c = Filled(); Cast(c, c.ReinterpretCast<int32_t>(), RoundMode::CAST_NONE, 8);",
+    ),
     "nothing to compute": ("Exp: 0 elements", "auto c = Filled(); Exp(c, c, 0);"),
     "an offset inside an element": (
         "byte 2 is inside an element",
@@ -209,9 +249,9 @@ CASES = {
         ),
     ),
     "an offset past the buffer": (
-        "Gather reaches byte 516 of a buffer of 512",
+        "Gather reaches byte 1028 of a buffer of 1024",
         (
-            "auto c = Filled(); auto at = Calc().ReinterpretCast<uint32_t>(); Duplicate(at, 512u, 8); "
+            "auto c = Filled(); auto at = Calc().ReinterpretCast<uint32_t>(); Duplicate(at, 1024u, 8); "
             "Gather(c, c, at, 0, 8);"
         ),
     ),
@@ -227,8 +267,8 @@ CASES = {
     "a core that writes what another read": (
         "core 1 writes byte 0 of x, which another core reads",
         (
-            "auto t = Read(); if (GetBlockIdx() == 0) { Write(t); in.FreeTensor(t); return; "
-            "} SetFlag<HardEvent::MTE2_MTE3>(0); WaitFlag<HardEvent::MTE2_MTE3>(0); DataCopy(x, t, 64);"
+            "auto t = Read(); if (GetBlockIdx() == 0) { Write(t); in.FreeTensor(t); return; } "
+            "SetFlag<HardEvent::MTE2_MTE3>(0); WaitFlag<HardEvent::MTE2_MTE3>(0); DataCopyPad(x, t, {1, 256, 0, 0, 0});"
         ),
     ),
     "an element of a list that is not there": (
@@ -243,10 +283,17 @@ SOUND = {
     "events in place of queues": """
         pipe.InitBuffer(landing, 256); auto t = landing.Get<float>();
         DataCopy(t, x, 64); SetFlag<HardEvent::MTE2_V>(0); WaitFlag<HardEvent::MTE2_V>(0);
-        Exp(t, t, 64); SetFlag<HardEvent::V_MTE3>(0); WaitFlag<HardEvent::V_MTE3>(0); DataCopy(y, t, 64);""",
+        Exp(t, t, 64); SetFlag<HardEvent::V_MTE3>(0); WaitFlag<HardEvent::V_MTE3>(0);
+        DataCopyPad(y, t, {1, 256, 0, 0, 0});""",
     "a barrier of all pipes": """
         pipe.InitBuffer(landing, 256); auto t = landing.Get<float>();
-        DataCopy(t, x, 64); PipeBarrier<PIPE_ALL>(); Exp(t, t, 64); PipeBarrier<PIPE_ALL>(); DataCopy(y, t, 64);""",
+        DataCopy(t, x, 64); PipeBarrier<PIPE_ALL>(); Exp(t, t, 64); PipeBarrier<PIPE_ALL>();
+        DataCopyPad(y, t, {1, 256, 0, 0, 0});""",
+    "padding beside elements that come one by one": """
+        Queues(); TBuf<TPosition::VECIN> wide; pipe.InitBuffer(wide, 64 * 32); auto t = wide.Get<float>();
+        DataCopyPad(t, x, {64, 4, 0, 0, 0}, {true, 0, 7, 0.0f}); PipeBarrier<PIPE_ALL>();
+        auto u = out.AllocTensor<float>(); WholeReduceSum<float>(u, t, 8, 64, 1, 1, 1); Exp(u, u, 64);
+        out.EnQue(u); u = out.DeQue<float>(); DataCopy(y, u, 64); out.FreeTensor(u);""",
     "a queue from memory to memory": """
         TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> through; pipe.InitBuffer(through, 1, 256);
         auto t = through.AllocTensor<float>(); DataCopy(t, x, 64); through.EnQue(t);

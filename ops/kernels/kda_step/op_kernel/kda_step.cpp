@@ -2,8 +2,8 @@
 //
 // Every row of a head's state is by itself once k, q, the decay and beta are known, so rows are shared out: a core has
 // a stretch of them, over heads and sequences. A state is read once and written once; nothing else is as large.
+#include "delta_rule.h"
 #include "kda_step_tiling.h"
-#include "rows.h"
 
 using namespace AscendC;
 
@@ -172,22 +172,14 @@ private:
         rows::OverOne(x, x, work, t.key);
     }
 
-    // Some rows of a state: S <- S diag(keep); S += beta (v - S k) k^T; o = S q.
+    // Some rows of a state.
     __aicore__ inline void Step(uint32_t tile, uint32_t done)
     {
         LocalTensor<float> in = stateIn.template DeQue<float>();
         LocalTensor<float> next = stateOut.template AllocTensor<float>();
-        rows::TimesRow(next, in, keep, tile, t.key);
+        rows::DeltaStep(next, in, o32, {q32, k32, keep, v32[done], betaBlock}, {product, sums, spread}, tile, t.key);
         stateIn.FreeTensor(in);
-        rows::TimesRow(product, next, k32, tile, t.key);
-        rows::RowSums(sums, product, tile, t.key);
-        Sub(sums, v32[done], sums, tile);
-        rows::TimesOne(sums, sums, betaBlock, tile);
-        rows::Spread(spread, sums, tile);
-        rows::AddOuter(next, spread, k32, tile, t.key);
-        rows::TimesRow(product, next, q32, tile, t.key);
         stateOut.EnQue(next);
-        rows::RowSums(o32, product, tile, t.key);
         LocalTensor<T> o = oOut.template AllocTensor<T>();
         rows::FromFloats(o, o32, tile);
         oOut.EnQue(o);

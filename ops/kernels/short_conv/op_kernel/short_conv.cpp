@@ -78,7 +78,7 @@ private:
         LocalTensor<int32_t> place = wide.template ReinterpretCast<int32_t>();
         LocalTensor<int32_t> lane = flat.template ReinterpretCast<int32_t>();
         CreateVecIndex(place, int32_t(0), all);
-        Cast(end, place, RoundMode::CAST_NONE, all);
+        Cast(end, place, RoundMode::CAST_RINT, all);
         Adds(end, end, 0.5f, all);  // in the middle of its third: whatever a third is rounded to, floor is right
         Muls(end, end, 1.0f / PAST, all);
         Cast(lane, end, RoundMode::CAST_FLOOR, all);

@@ -53,20 +53,26 @@ using AscendC::TPosition;
 
 inline uint64_t Up(uint64_t bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
 
-// From global memory a copy reaches UB at VECIN and VECOUT (VECCALC on the 950 alone), and L1.
-inline void MayFill(const char* what, TPosition to)
+inline const char* NameOf(TPosition p)
 {
-    const bool calc = to == TPosition::VECCALC && __NPU_ARCH__ == 3510;
-    if (to == TPosition::VECIN || to == TPosition::VECOUT || SpaceOf(to) == L1 || calc) return;
-    Refuse("%s: on %d there is no way from GM to %s", what, __NPU_ARCH__,
-           to == TPosition::VECCALC ? "VECCALC" : SPACE_NAME[SpaceOf(to)]);
+    return p == TPosition::VECIN ? "VECIN" : p == TPosition::VECOUT ? "VECOUT" : p == TPosition::VECCALC ? "VECCALC"
+                                                                                   : SPACE_NAME[SpaceOf(p)];
 }
 
-// To global memory from UB; from L1 before the 950.
-inline void MayLeave(const char* what, TPosition from)
+// The documented ways. From global memory to VECIN and L1; padded copies also to VECOUT, and to VECCALC on the 950.
+inline void MayFill(const char* what, TPosition to, bool padded)
 {
-    if (SpaceOf(from) == UB || (SpaceOf(from) == L1 && __NPU_ARCH__ == 2201)) return;
-    Refuse("%s: on %d there is no way from %s to GM", what, __NPU_ARCH__, SPACE_NAME[SpaceOf(from)]);
+    const bool beside = padded && (to == TPosition::VECOUT || (to == TPosition::VECCALC && __NPU_ARCH__ == 3510));
+    if (to == TPosition::VECIN || SpaceOf(to) == L1 || beside) return;
+    Refuse("%s: on %d there is no way from GM to %s", what, __NPU_ARCH__, NameOf(to));
+}
+
+// To global memory from VECOUT; padded copies also from VECIN; from L1 before the 950.
+inline void MayLeave(const char* what, TPosition from, bool padded)
+{
+    const bool beside = (padded && from == TPosition::VECIN) || (SpaceOf(from) == L1 && __NPU_ARCH__ == 2201);
+    if (from == TPosition::VECOUT || beside) return;
+    Refuse("%s: on %d there is no way from %s to GM", what, __NPU_ARCH__, NameOf(from));
 }
 
 struct Bursts {
@@ -74,12 +80,13 @@ struct Bursts {
     uint64_t count, bytes;
     int64_t gm_step;      // bytes from the start of a burst to that of the next
     uint64_t local_step;  // the same in local memory, a multiple of a block
+    bool padded = false;
 };
 
 template <typename T>
 void Fill(const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& src, const Bursts& b)
 {
-    MayFill(b.what, dst.place.position);
+    MayFill(b.what, dst.place.position, b.padded);
     const uint32_t address = Aligned(b.what, dst.place);
     Issue(PIPE_OF_MTE2);
     for (uint64_t i = 0; i < b.count; i++) {
@@ -94,7 +101,7 @@ void Fill(const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& sr
 template <typename T>
 void Drain(const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& src, const Bursts& b)
 {
-    MayLeave(b.what, src.place.position);
+    MayLeave(b.what, src.place.position, b.padded);
     const uint32_t address = Aligned(b.what, src.place);
     Issue(PIPE_OF_MTE3);
     for (uint64_t i = 0; i < b.count; i++) {
@@ -107,15 +114,17 @@ void Drain(const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& s
     machine.core.counters.gm_written += b.count * b.bytes;
 }
 
-// UB to UB is the vector unit's; UB to L1 exists on the 950.
+// Inside UB from VECIN to VECCALC and from there to VECOUT, by the vector unit; UB to L1 exists on the 950.
 template <typename T>
 void Move(const AscendC::LocalTensor<T>& dst, const AscendC::LocalTensor<T>& src, uint64_t count, uint64_t bytes,
           uint64_t src_step, uint64_t dst_step)
 {
-    const SpaceId from = SpaceOf(src.place.position), to = SpaceOf(dst.place.position);
-    const bool across = from == UB && to == L1 && __NPU_ARCH__ == 3510;
-    if (!across && (from != UB || to != UB))
-        Refuse("DataCopy: on %d there is no way from %s to %s", __NPU_ARCH__, SPACE_NAME[from], SPACE_NAME[to]);
+    const TPosition from = src.place.position, to = dst.place.position;
+    const bool across = SpaceOf(from) == UB && SpaceOf(to) == L1 && __NPU_ARCH__ == 3510;
+    const bool inside = (from == TPosition::VECIN && to == TPosition::VECCALC) ||
+                        (from == TPosition::VECCALC && to == TPosition::VECOUT);
+    if (!across && !inside)
+        Refuse("DataCopy: on %d there is no way from %s to %s", __NPU_ARCH__, NameOf(from), NameOf(to));
     const uint32_t read = Aligned("DataCopy", src.place), written = Aligned("DataCopy", dst.place);
     const Pipe pipe = across ? PIPE_OF_MTE3 : PIPE_OF_V;
     Issue(pipe);
@@ -143,7 +152,8 @@ inline Bursts Padded(const AscendC::DataCopyExtParams& p, uint32_t element, bool
     if (!p.blockLen || p.blockLen > 2097151 || p.blockLen % element)
         Refuse("DataCopyPad: blocks of %u bytes; a multiple of %u up to 2097151 is possible", p.blockLen, element);
     const int64_t gm_gap = fills ? p.srcStride : p.dstStride, local_gap = fills ? p.dstStride : p.srcStride;
-    return {"DataCopyPad", p.blockCount, p.blockLen, int64_t(p.blockLen) + gm_gap, Up(p.blockLen) + BLOCK * local_gap};
+    return {"DataCopyPad", p.blockCount, p.blockLen, int64_t(p.blockLen) + gm_gap, Up(p.blockLen) + BLOCK * local_gap,
+            true};
 }
 
 inline Bursts Whole(const AscendC::DataCopyParams& p, bool fills)
@@ -195,9 +205,18 @@ template <typename T>
 void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const DataCopyExtParams& p,
                  const DataCopyPadExtParams<T>& pad)
 {
-    if (pad.leftPadding || pad.rightPadding || pad.isPad)
-        twin::Refuse("DataCopyPad: the twin pads by itself alone: isPad false, no padding left or right");
-    twin::Fill(dst, src, twin::Padded(p, sizeof(T), true));
+    const uint32_t right = pad.rightPadding * sizeof(T), whole = p.blockLen + right;
+    if (pad.leftPadding || (right && !pad.isPad)) twin::Refuse("DataCopyPad: the twin pads on the right, with a value");
+    if (right > twin::BLOCK) twin::Refuse("DataCopyPad: %u bytes of padding; at most 32 are possible", right);
+    twin::Bursts bursts = twin::Padded(p, sizeof(T), true);
+    bursts.local_step += twin::Up(whole) - twin::Up(p.blockLen);
+    twin::Fill(dst, src, bursts);
+    const uint32_t end = pad.isPad ? uint32_t(twin::Up(whole)) : p.blockLen;  // what is left of the block is filled too
+    for (uint32_t i = 0; i < p.blockCount && end > p.blockLen; i++) {
+        const uint32_t at = dst.place.Address("DataCopyPad") + uint32_t(i * bursts.local_step) + p.blockLen;
+        T* to = reinterpret_cast<T*>(twin::Reach("DataCopyPad", twin::PIPE_OF_MTE2, dst.place, at, end - p.blockLen, true));
+        std::fill_n(to, (end - p.blockLen) / sizeof(T), pad.paddingValue);
+    }
 }
 
 template <typename T>

@@ -36,10 +36,12 @@ void Call(void (*kernel)(A...), uint8_t* const* arguments)
 
 inline void StartCore(uint32_t index)
 {
+    Core fresh;
+    fresh.index = index;
+    fresh.buffers.reserve(BUFFERS);
     Core& core = machine.core;
-    core = Core{};
-    core.index = index;
-    core.buffers.reserve(BUFFERS);
+    for (int s = 0; s < SPACES; s++) std::swap(fresh.space[s], core.space[s]);
+    core = std::move(fresh);
     const uint32_t sizes[SPACES] = {CAPACITY.ub, CAPACITY.l1, CAPACITY.l0a, CAPACITY.l0b, CAPACITY.l0c};
     for (int s = 0; s < SPACES; s++) core.space[s].Reset(sizes[s]);
 }

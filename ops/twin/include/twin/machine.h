@@ -76,11 +76,14 @@ struct Space {
     std::vector<Touch> blocks;
     uint32_t used = 0;
 
+    // As a core finds it: nothing written. Only what was handed out before can have been.
     void Reset(uint32_t size)
     {
-        bytes.assign(size, 0xCD);
-        known.assign(size, 0);
-        blocks.assign(size / BLOCK, Touch{});
+        bytes.resize(size);
+        known.resize(size);
+        blocks.resize(size / BLOCK);
+        std::fill_n(known.begin(), used, 0);
+        std::fill_n(blocks.begin(), used / BLOCK, Touch{});
         used = 0;
     }
 };
@@ -169,6 +172,8 @@ inline void Touch(const char* what, Pipe pipe, SpaceId id, uint32_t begin, uint3
     const uint32_t time = core.now[pipe][pipe];
     for (uint32_t b = begin / BLOCK; b * BLOCK < end; b++) {
         Space::Touch& block = space.blocks[b];
+        if (!write && block.written == time && block.writer == pipe)
+            Refuse("%s reads what an earlier part of the same instruction wrote", what);
         if (block.written) Known(what, pipe, block.writer, block.written, "wrote", SPACE_NAME[id]);
         if (write) {
             for (int p = 0; p < PIPES; p++)

@@ -97,9 +97,18 @@ struct Reader {
 inline void Begin(const char* what, int64_t mask, uint32_t lanes, int64_t repeats)
 {
     if (mask < 1 || mask > lanes) Refuse("%s: a mask of %lld; 1 to %u lanes", what, (long long)mask, lanes);
-    if (repeats < 0 || repeats > 255) Refuse("%s: %lld repeats; at most 255", what, (long long)repeats);
+    if (repeats < 1 || repeats > 255) Refuse("%s: %lld repeats; 1 to 255", what, (long long)repeats);
     Issue(PIPE_OF_V);
     machine.core.counters.repeats += repeats;
+}
+
+// A source may be the result's own memory, element for element, or lie elsewhere; nothing between.
+inline void Apart(const char* what, const Reader& dst, uint32_t dst_bytes, const Reader& src, uint32_t src_bytes)
+{
+    const bool meet = dst.start < src.start + src_bytes && src.start < dst.start + dst_bytes;
+    const bool same = dst.start == src.start && dst_bytes == src_bytes && dst.stride.block == src.stride.block &&
+                      dst.stride.repeat == src.stride.repeat;
+    if (meet && !same) Refuse("%s: a source and the result overlap in part", what);
 }
 
 inline void Begin(const char* what, int64_t count, uint32_t element)
@@ -125,9 +134,11 @@ template <typename D, typename F, typename... S>
 void Short(const char* what, F f, const LocalTensor<D>& dst, int64_t count, const LocalTensor<S>&... src)
 {
     Begin(what, count, std::max({uint32_t(sizeof(D)), uint32_t(sizeof(S))...}));
+    const Reader to(what, dst.place);
+    (Apart(what, to, uint32_t(count * sizeof(D)), Reader(what, src.place), uint32_t(count * sizeof(S))), ...);
     const std::tuple<const S*...> from{
         reinterpret_cast<const S*>(Reader(what, src.place).At(0, 0, uint32_t(count * sizeof(S))))...};
-    Apply<D, S...>(f, uint32_t(count), Reader(what, dst.place).At(0, 0, uint32_t(count * sizeof(D)), true), from);
+    Apply<D, S...>(f, uint32_t(count), to.At(0, 0, uint32_t(count * sizeof(D)), true), from);
 }
 
 template <typename T, typename F, typename... R>
@@ -135,6 +146,10 @@ void Long(const char* what, F f, int64_t mask, int64_t repeats, const Reader& ds
 {
     constexpr uint32_t per = BLOCK / sizeof(T);
     Begin(what, mask, REPEAT / sizeof(T), repeats);
+    const auto span = [&](const Reader& x) {
+        return uint32_t(((mask - 1) / per * x.stride.block) * BLOCK + ((mask - 1) % per + 1) * sizeof(T));
+    };
+    (Apart(what, dst, span(dst), src, span(src)), ...);
     for (uint32_t r = 0; r < repeats; r++)
         for (uint32_t b = 0; b * per < mask; b++) {
             const uint32_t lanes = uint32_t(std::min<int64_t>(per, mask - b * per)), bytes = lanes * sizeof(T);
@@ -281,8 +296,7 @@ void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode&
         if (mode != RoundMode::CAST_NONE) twin::Refuse("Cast: to float nothing is rounded; CAST_NONE");
         twin::Short("Cast", [](auto x) { return x; }, dst, count, src);
     } else if constexpr (widen && std::is_same_v<U, int32_t>) {
-        if (mode != RoundMode::CAST_NONE && mode != RoundMode::CAST_RINT)
-            twin::Refuse("Cast: the twin makes float of int32_t with CAST_NONE or CAST_RINT");
+        if (mode != RoundMode::CAST_RINT) twin::Refuse("Cast: both chips make float of int32_t with CAST_RINT");
         twin::Short("Cast", [](auto x) { return float(x); }, dst, count, src);
     } else if constexpr (narrow16 && std::is_same_v<U, float>) {
         const bool nearest = mode == RoundMode::CAST_RINT || (mode == RoundMode::CAST_NONE && std::is_same_v<T, half>);
@@ -352,7 +366,10 @@ void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTen
     std::vector<T> made(count);
     for (uint32_t i = 0; i < count; i++) {
         if ((base + offsets[i]) % sizeof(T)) twin::Refuse("Gather: byte %u is inside an element", base + offsets[i]);
-        const uint8_t* x = twin::Reach("Gather", twin::PIPE_OF_V, src.place, from.start + base + offsets[i], sizeof(T), false);
+        const uint32_t address = from.start + base + offsets[i];
+        if (address + sizeof(T) > to.start && address < to.start + count * sizeof(T))
+            twin::Refuse("Gather: the source and the result overlap");
+        const uint8_t* x = twin::Reach("Gather", twin::PIPE_OF_V, src.place, address, sizeof(T), false);
         std::memcpy(&made[i], x, sizeof(T));
     }
     std::memcpy(to.At(0, 0, uint32_t(count * sizeof(T)), true), made.data(), count * sizeof(T));
