@@ -25,6 +25,7 @@ def plan_text(plan: Plan) -> str:
         *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
         *table([_HEAD, *(_row(x) for x in plan.options)]),
+        *_others(plan),
         "",
         *_apart(plan),
         "",
@@ -90,6 +91,15 @@ def sequences(count: int) -> str:
 def duration(seconds: float) -> str:
     """`31.4 ms`, `2.81 s`."""
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _others(plan: Plan) -> list[str]:
+    """Meshes that were not traced, by what they promise."""
+    if not plan.others:
+        return []
+    shown = ", ".join(f"{h.choice} ({gib(h.bytes)})" for h in plan.others[:5])
+    more = f" and {len(plan.others) - 5:,} more" if len(plan.others) > 5 else ""
+    return [f"next by a bound, not traced, with weights and states of a die: {shown}{more}; --mesh takes one"]
 
 
 def _apart(plan: Plan) -> list[str]:
@@ -239,6 +249,7 @@ def plan_json(plan: Plan) -> Any:
         "fitting": plan.fitting,
         "factors": vars(ask.factors),
         "options": [option_json(plan, o) for o in plan.options],
+        "others": [{"choices": str(h.choice), "weights_and_states_bytes": h.bytes} for h in plan.others],
         "formats": formats(plan),
         "published": [{"what": w, "figure": f, "where": x} for w, f, x in PUBLISHED],
     }

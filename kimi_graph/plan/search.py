@@ -27,7 +27,7 @@ from .factors import Factors
 from .ledger import Ledger, buckets_of
 from .sieve import GIB, Choice, Held, Sieve, counts_up_to, like
 
-TRACED = 3  # of the meshes that promise most
+TRACED = 2  # of the meshes that promise most
 MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
 
 
@@ -202,6 +202,7 @@ class Plan:
 
     Attributes:
         options: traced meshes, the best for both phases first. legal: how many there are, and of them `fitting`.
+        others: those that should fit too, by what they promise; not traced.
         devices: dies. fewer: why one device less does not do; empty where the number was given.
     """
 
@@ -212,6 +213,7 @@ class Plan:
     legal: int
     fitting: int
     fewer: str = ""
+    others: tuple[Held, ...] = ()
 
     @property
     def best(self) -> Option:
@@ -291,7 +293,12 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
     if not options:
         return None
     options.sort(key=lambda o: o.ttft * o.tpot)
-    return Plan(ask=ask, base=base, devices=devices, options=tuple(options), legal=legal, fitting=len(fitting))
+    seen = {(o.choice.mesh, o.choice.exchange, o.choice.split_cache) for o in options}
+    others = [h for h in held if (h.choice.mesh, h.choice.exchange, h.choice.split_cache) not in seen]
+    return Plan(
+        ask=ask, base=base, devices=devices, options=tuple(options), legal=legal, fitting=len(fitting),
+        others=tuple(sorted(others, key=lambda h: h.decode * h.prefill)),
+    )  # fmt: skip
 
 
 def promising(held: Iterable[Held], count: int) -> list[Choice]:
