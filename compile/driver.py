@@ -132,6 +132,10 @@ class Request:
             return text
         return f"{text}; {self.target.soc} has a kernel for them as stored ({self.native}): --weights-format native"
 
+    @functools.cached_property
+    def _specs(self) -> dict[str, Any]:
+        return dict(tree.items(decoder.model_specs(self.config)))
+
     def packed(self, parameter: str, rules: Rules | None = None) -> Mapping[str, Packed]:
         """Inputs that hold a parameter, by its path, where it is kept packed; empty where it is not.
 
@@ -140,7 +144,7 @@ class Request:
         """
         if self.form == "plain" or part_of(parameter) != "experts":
             return {}
-        spec = dict(tree.items(decoder.model_specs(self.config)))[parameter]
+        spec = self._specs[parameter]
         if rules is not None:
             ways = [rules.mesh.size(rules.on(axis)) for axis in spec.axes]
             if any(n > 1 for n in ways[1:]):

@@ -51,7 +51,7 @@ class Layout:
     @functools.cached_property
     def sizes(self) -> list[Size]:
         """Of the named axes of all parameters."""
-        return sizes_of(decoder.model_specs(self.config), self.config.dtype)
+        return _sizes(self.config)
 
     def stages(self, b: Bucket) -> list[Stage]:
         """The pipeline stages, the same in every phase but for the sizes of their edges."""
@@ -80,6 +80,11 @@ class Layout:
             "redundant_experts": moe.redundant if moe else 0,
             "moe_chunks": moe.chunks if moe else 1,
         }
+
+
+@functools.lru_cache(maxsize=4)  # a plan tries many meshes
+def _sizes(config: ModelConfig) -> list[Size]:
+    return sizes_of(decoder.model_specs(config), config.dtype)
 
 
 def layout_of(config: ModelConfig, entry: Mapping[str, Any]) -> Layout:

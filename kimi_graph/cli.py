@@ -42,6 +42,8 @@ OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
+  kimi-graph targets                                              what there is to run on, with sources
+  kimi-graph plan kimi-linear-48b --target a3                     does it fit, on how many dies, how fast
   kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
   kimi-graph ops kimi-linear-48b --target a3                      whose operators serve it, and their limits
   kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
@@ -353,6 +355,9 @@ def compile(  # noqa: A001 (the command's name)
         str | None,
         typer.Option(metavar="AXES", help="Ranks that run it together, by axis: pp=2,dp=2,tp=8. Default: one rank."),
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The best mesh of N dies, as plan finds it; without --mesh.")
+    ] = None,
     pad: Pad = False,
     exchange: Exchange = False,
     redundant_experts: RedundantExperts = 0,
@@ -404,6 +409,10 @@ def compile(  # noqa: A001 (the command's name)
     """
     if out is None and not dry_run:
         raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
+    if devices is not None and mesh is not None:
+        raise typer.BadParameter(
+            "--mesh says how many dies there are; leave one of them out.", param_hint="'--devices'"
+        )
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
@@ -414,8 +423,22 @@ def compile(  # noqa: A001 (the command's name)
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
 
+        config = _load_config(model)
+        if devices is not None:
+            from kimi_graph.plan.search import Ask, make_plan
+
+            best = make_plan(
+                Ask(
+                    model=model, config=config, target=profile, devices=devices, batch=batch, max_len=max_len,
+                    page=page or 128, chunk=chunk, weights_format=weights_format, kv_dtype=kv_dtype,
+                    redundant_experts=redundant_experts,
+                )
+            ).best  # fmt: skip
+            print(f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences")
+            mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
+            exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
         made = compile_model(
-            _load_config(model),
+            config,
             target=profile,
             out=None if dry_run else out,
             checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
@@ -440,6 +463,135 @@ def compile(  # noqa: A001 (the command's name)
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
+
+
+@command
+def targets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help=f"One of {TARGETS}, with the source of every number.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what graphs can be made for. Memory, rates, buffers and links of one die, the unit of a mesh; with a name,
+    the source of every number and whether it is published, derived or assumed.
+
+    \b
+    kimi-graph targets
+    kimi-graph targets a3-superpod
+    """
+    started = time.perf_counter()
+    from kimi_graph.plan.profiles import profiles
+
+    _show(profiles(name), as_json=as_json, started=started)
+
+
+@command
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help=f"A preset ({', '.join(_presets())}), a config.json, or a checkpoint folder.",
+            autocompletion=_presets,
+        ),
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help=f"What it is to run on: {TARGETS}.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Dies (A3: two in a card). Default: as few as will do.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Longest sequence, tokens. Default: 4,096.")
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences of all ranks. Default: one for each of N.")
+    ] = None,
+    ttft: Annotated[
+        float | None, typer.Option(metavar="S", min=0, help="Seconds to the first token of L, at most.")
+    ] = None,
+    tpot: Annotated[float | None, typer.Option(metavar="MS", min=0, help="Milliseconds a token, at most.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="This mesh alone: pp=4,tp=32. Default: the best.")
+    ] = None,
+    pad: Pad = False,
+    exchange: Exchange = False,
+    redundant_experts: RedundantExperts = 0,
+    moe_chunks: MoeChunks = 1,
+    split_cache: SplitCache = False,
+    chunk: Annotated[
+        int | None, typer.Option(metavar="T", min=1, help="New tokens of a prefill step. Default: what suits.")
+    ] = None,
+    page: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a cache page.")] = 128,
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"Of the experts: {', '.join(WEIGHTS_FORMATS)}. Default: the smallest exact one that a kernel takes.",
+        ),
+    ] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KV_DTYPES), callback=_one_of(KV_DTYPES, "dtype of caches"), help="Of the caches."
+        ),
+    ] = "bf16",
+    factor: Annotated[
+        list[str] | None,
+        typer.Option("--factor", metavar="NAME=X", help="Another efficiency, memory=0.8 say; as often as needed."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with pictures too.")
+    ] = None,
+    claims: Annotated[
+        bool, typer.Option("--claims", help="Check what is said of such models; no MODEL needed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model fits, on how many dies, on which mesh and how fast. What every rank holds, byte by byte;
+    times of prefill and decode by a roofline, with what bounds them; the compile command. Nothing is measured: rates
+    are those of `kimi-graph targets`, efficiencies are assumed and can be set. Exit code 1 if it cannot be, with the
+    reason and the nearest that can.
+
+    \b
+    kimi-graph plan kimi-k3.1-pro --target a3 --max-len 1000000 --batch 1
+    kimi-graph plan kimi-k3 --target 950dt --devices 32 --batch 32 --html build/plan.html
+    kimi-graph plan kimi-k3.1-pro --target a3-superpod --mesh pp=4,tp=32
+    kimi-graph plan --claims
+    """
+    if not claims and (model is None or target is None):
+        raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
+    started = time.perf_counter()
+    with _without_collecting():
+        if target is not None:
+            from kimi_graph.compile.targets import target as find_target
+
+            profile = find_target(target)
+        from kimi_graph.plan.factors import Factors
+
+        factors = Factors.parse(factor or [])
+        if claims:
+            from kimi_graph.plan.claims import check_claims
+
+            found: Result = check_claims(factors)
+        else:
+            from kimi_graph.parallel.mesh import Mesh
+            from kimi_graph.plan.search import Ask, make_plan
+
+            assert model is not None
+            found = make_plan(
+                Ask(
+                    model=model, config=_load_config(model), target=profile, devices=devices, max_len=max_len,
+                    batch=batch, ttft=ttft, tpot=None if tpot is None else tpot / 1e3,
+                    mesh=None if mesh is None else Mesh.parse(mesh), weights_format=weights_format, kv_dtype=kv_dtype,
+                    page=page, chunk=chunk, exchange=exchange, split_cache=split_cache, pad=pad,
+                    redundant_experts=redundant_experts, moe_chunks=moe_chunks, factors=factors,
+                )
+            )  # fmt: skip
+            if html is not None:
+                from kimi_graph.plan.html import write_html
+
+                write_html(found, html)
+    _show(found, as_json=as_json, started=started, where=html)
 
 
 @command

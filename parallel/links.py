@@ -1,11 +1,9 @@
-"""Which groups of ranks leave the fast domain of a machine: a host, or a superpod whose links are alike throughout.
-
-Source: fact sheet of Ascend, C.2 (dies of a node and of a supernode).
-"""
+"""Which groups of ranks leave the fast domain of a machine: a host, or a superpod whose links are alike throughout."""
 
 from dataclasses import dataclass
 
 from kimi_graph.errors import ShardingError
+from kimi_graph.hardware import LINKS
 
 from .mesh import FLAGS, Mesh
 
@@ -18,14 +16,7 @@ class Domain:
     dies: int
 
 
-DOMAINS = {
-    "a2": Domain("host", 8),
-    "a3": Domain("host", 16),
-    "a3-superpod": Domain("superpod", 768),
-    "950pr": Domain("host", 8),
-    "950dt": Domain("host", 8),
-    "950-superpod": Domain("superpod", 8192),
-}
+DOMAINS = {target: Domain(links[-2].name, links[-2].dies) for target, links in LINKS.items()}
 
 
 def domains_spanned(mesh: Mesh, target: str) -> dict[str, int]:

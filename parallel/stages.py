@@ -5,6 +5,7 @@ before it and read after it. So attention residuals need nothing of their own he
 it every block that is closed by then.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -64,6 +65,11 @@ def split(costs: Sequence[int], stages: int) -> list[range]:
     Raises:
         ShardingError: more stages than layers.
     """
+    return list(_split(tuple(costs), stages))
+
+
+@functools.lru_cache(maxsize=64)
+def _split(costs: tuple[int, ...], stages: int) -> tuple[range, ...]:
     count = len(costs)
     if not 1 <= stages <= count:
         raise ShardingError(f"pp={stages}: there are {count} layers, a stage has one or more; nearest {count}.")
@@ -81,7 +87,7 @@ def split(costs: Sequence[int], stages: int) -> list[range]:
         end = max(m for m in range(start + 1, count + 1) if total[m] - total[start] <= limit >= best[left][m])
         ranges.append(range(start, end))
         start = end
-    return ranges
+    return tuple(ranges)
 
 
 def stage_of(step: Step, position: int, first_layer: int, ranges: Sequence[range]) -> int:

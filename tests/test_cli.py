@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify"]
+COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify"]
 
 
 class Found:
@@ -60,6 +60,10 @@ def run(monkeypatch):
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.fixture": ["make_fixture"],
+            "kimi_graph.plan.claims": ["check_claims"],
+            "kimi_graph.plan.html": ["write_html"],
+            "kimi_graph.plan.profiles": ["profiles"],
+            "kimi_graph.plan.search": ["Ask", "make_plan"],
             "kimi_graph.read_config": ["load_config"],
             "kimi_graph.shard": ["Request", "explain_parameter", "meshes_of", "shard_model"],
         }.items():
@@ -99,7 +103,19 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == ["shard", "ops", "compile", "inspect", "fixture", "check", "compile", "lint", "verify"]
+    assert shown == [
+        "targets",
+        "plan",
+        "shard",
+        "ops",
+        "compile",
+        "inspect",
+        "fixture",
+        "check",
+        "compile",
+        "lint",
+        "verify",
+    ]
 
 
 def test_the_version_is_the_packages():

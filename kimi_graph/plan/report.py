@@ -1,0 +1,284 @@
+"""A plan for a reader, and for a program."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .estimate import Decode, Prefill, Step, decode
+from .factors import PUBLISHED
+from .ledger import buckets_of
+from .profiles import table
+from .search import Option, Plan, dies, formats, gib
+
+LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
+IMAGES = (1, 8, 64)
+MORE_BATCH = (1, 8, 32, 128)
+
+
+def plan_text(plan: Plan) -> str:
+    o, ask = plan.best, plan.ask
+    lines = [
+        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
+        f"{gib(ask.target.memory_bytes)} each)",
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
+        f"{plan.base.page}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
+        "",
+        *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
+        f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
+        *table([_HEAD, *(_row(x) for x in plan.options)]),
+        *_others(plan),
+        "",
+        *_apart(plan),
+        "",
+        *_ledger(o),
+        "",
+        *_prefill(plan, o.prefill),
+        "",
+        *_decode(plan, o),
+        "",
+        *_formats(plan),
+        "",
+        "published, beside what is estimated here; speculative decoding and forced balance in most: no plain decode",
+        *("  " + line for line in table([*PUBLISHED])),
+        f"factors   {_factors(plan)}",
+        "",
+        *(f"compile   {line}" for line in commands(plan)),
+    ]
+    return "\n".join(lines)
+
+
+def capacity(plan: Plan) -> int:
+    """Tokens that a sequence's pages hold."""
+    return buckets_of(plan.best.request)[0].sequence_pages * plan.base.page
+
+
+_HEAD = (
+    "mesh",
+    "of a die",
+    "free",
+    "TTFT",
+    "bound by",
+    "TPOT",
+    "even/median/p90 routing",
+    "bound by",
+    "tokens/s a die",
+)
+
+
+def _row(o: Option) -> tuple[str, ...]:
+    d = o.decode
+    spread = "/".join(f"{1e3 * s.seconds:.1f}" for s in (d.even, d.median, d.high))
+    return (
+        str(o.choice), gib(o.ledger.fullest.total), gib(o.room), duration(o.ttft), o.prefill.bound,
+        duration(o.tpot), f"{spread} ms", d.median.spent.bound, f"{d.tokens_per_second(_world(o)):.1f}",
+    )  # fmt: skip
+
+
+def _world(o: Option) -> int:
+    return o.request.mesh.world if o.request.mesh else 1
+
+
+def form(o: Option) -> str:
+    """What graphs keep experts in."""
+    dtype = str(o.request.config.dtype).removeprefix("torch.")
+    return dtype if o.request.form == "plain" else o.request.form
+
+
+def sequences(count: int) -> str:
+    """`1 sequence`, `32 sequences`."""
+    return f"{count:,} sequence" + "s" * (count != 1)
+
+
+def duration(seconds: float) -> str:
+    """`31.4 ms`, `2.81 s`."""
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _others(plan: Plan) -> list[str]:
+    """Meshes that were not traced, by what they promise."""
+    if not plan.others:
+        return []
+    shown = ", ".join(f"{h.choice} ({gib(h.bytes)})" for h in plan.others[:5])
+    more = f" and {len(plan.others) - 5:,} more" if len(plan.others) > 5 else ""
+    return [f"next by a bound, not traced, with weights and states of a die: {shown}{more}; --mesh takes one"]
+
+
+def _apart(plan: Plan) -> list[str]:
+    first = min(plan.options, key=lambda o: o.ttft)
+    second = min(plan.options, key=lambda o: o.tpot)
+    return [
+        f"prefill alone: {first.choice}: {duration(first.ttft)} to the first token of {plan.base.max_len:,}",
+        f"decode alone:  {second.choice}: {duration(second.tpot)} a token of {sequences(plan.base.rows)}",
+    ]
+
+
+def _ledger(o: Option) -> Iterator[str]:
+    rows = [("ledger", "part", "dtype", *(f"stage {s.stage}" for s in o.ledger.stages[:8]))]
+    keys = list(dict.fromkeys(key for s in o.ledger.stages for key in s.by_part()))
+    for key in sorted(keys, key=lambda k: ("weights", "states", "buffers").index(k[0])):
+        rows.append((*key, *(gib(s.by_part().get(key, 0)) for s in o.ledger.stages[:8])))
+    rows.append(("all", "", "", *(gib(s.total) for s in o.ledger.stages[:8])))
+    yield from table(rows)
+    if len(o.ledger.stages) > 8:
+        yield f"... {len(o.ledger.stages) - 8} more stages; --json has all, and the derivation of every line"
+    else:
+        yield "--json has the derivation of every line; phases share weights and states, bound at load"
+    for line in o.ledger.asides:
+        yield f"beside: {line.name}: {line.bytes:,} B = {line.derivation}"
+
+
+def lengths(plan: Plan) -> list[int]:
+    """Lengths of curves: up to the longest asked for, and what the model can."""
+    most = plan.ask.config.max_len
+    return sorted({*(n for n in LENGTHS if n <= most), plan.base.max_len})
+
+
+def _prefill(plan: Plan, p: Prefill) -> Iterator[str]:
+    equal = "never" if p.equal == float("inf") else f"{p.equal:,.0f} tokens"
+    yield (
+        f"prefill   {p.fill:.4g} s + a T + b T^2, a = {p.a:.4g} s, b = {p.b:.4g} s, equal at {equal}; "
+        f"{sequences(p.rows)} in steps of {p.chunk:,} tokens; at {plan.base.max_len:,}: {p.bound}"
+    )
+    yield from ("  " + x for x in table([("tokens", "TTFT", "tokens/s"), *_prefill_rows(plan, p)]))
+    if p.image:
+        rows = [("pictures", "tower first", "tower working ahead")]
+        rows += [(str(n), *map(duration, p.with_images(plan.base.max_len // 4, n))) for n in IMAGES]
+        each = f"{p.image_tokens:,} tokens, {duration(p.image)} of the tower each"
+        yield f"  with pictures of {each}, beside {plan.base.max_len // 4:,} tokens of text"
+        yield from ("  " + x for x in table(rows))
+    yield from _kinds("prefill", p.steps[-1])
+
+
+def _prefill_rows(plan: Plan, p: Prefill) -> Iterator[tuple[str, ...]]:
+    for n in lengths(plan):
+        yield f"{n:,}", duration(p.seconds(n)), f"{p.rows * n / p.seconds(n):,.0f}"
+
+
+def _decode(plan: Plan, o: Option) -> Iterator[str]:
+    d = o.decode
+    yield (
+        f"decode    {duration(d.seconds)} a token of {sequences(d.rows)} with {d.context:,} tokens; "
+        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight"
+        + (f", stages idle {d.idle:.0%}; {len(d.median.stages)} batches fill them" if len(d.median.stages) > 1 else "")
+    )
+    rows = [("batch", "tokens of each", "a token", "bound by", "tokens/s a die")]
+    rows += [
+        (
+            f"{x.rows:,}",
+            f"{x.context:,}",
+            duration(x.seconds),
+            x.median.spent.bound,
+            f"{x.tokens_per_second(_world(o)):.1f}",
+        )
+        for x in decode_points(plan, o)
+    ]
+    yield from ("  " + x for x in table(rows))
+    yield from _kinds("decode", d.median)
+
+
+def decode_points(plan: Plan, o: Option) -> list[Decode]:
+    """Steps of other batches and contexts, on the same mesh."""
+    unit = o.choice.mesh.data * (o.choice.mesh.tensor if o.choice.exchange else 1)
+    rows = sorted({max(1, n // unit) * unit for n in (*MORE_BATCH, plan.base.rows)})
+    points = [(n, plan.base.max_len) for n in rows if n <= max(plan.base.rows, 128)][:4]
+    most = plan.ask.config.max_len
+    points += [(plan.base.rows, n) for n in (4096, 65_536, 262_144, 1_048_576) if n <= most and n != plan.base.max_len]
+    return [decode(o.request, plan.ask.factors, rows=n, context=length) for n, length in points]
+
+
+def _kinds(phase: str, step: Step) -> Iterator[str]:
+    rows = [(f"{phase} step", "parts", "one", "all", "bound by")]
+    order = sorted(step.kinds.items(), key=lambda item: -item[1][0] * item[1][1].seconds)
+    for name, (count, spent) in order[:8]:
+        rows.append((name, str(count), f"{1e6 * spent.seconds:,.1f} us", duration(count * spent.seconds), spent.bound))
+    yield from ("  " + x for x in table(rows))
+
+
+def _formats(plan: Plan) -> Iterator[str]:
+    rows = [("format", "", "bytes", "values", "kernel")]
+    for f in formats(plan):
+        taken = ("yes" if f["made"] else "not made yet") if f["taken"] else "NO"
+        used = " <- used" if f["used"] else ""
+        rows.append((f["what"], f["format"], f"{f['bytes']:,}", f["values"], f"{taken}: {f['kernel']}{used}"))
+    yield from table(rows)
+
+
+def _factors(plan: Plan) -> str:
+    return ", ".join(f"{k}={v:g}" for k, v in vars(plan.ask.factors).items()) + " (assumed; --factor NAME=VALUE)"
+
+
+def commands(plan: Plan) -> list[str]:
+    """Command lines: of one bundle for both phases, and of a prefill alone where another mesh is better for it."""
+    o = plan.best
+    lines = [command(plan, o, o.request.rows, o.request.chunk)]
+    first = min(plan.options, key=lambda o: o.ttft)
+    alone = command(plan, first, first.prefill.rows, first.prefill.chunk)
+    phases = ",".join(p for p in first.request.phases if p != "decode")
+    return [*lines, f"{alone} --phase {phases}   # prefill alone"]
+
+
+def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
+    """`kimi-graph compile` of an option."""
+    ask, r = plan.ask, o.request
+    words = [f"kimi-graph compile {ask.model} --target {ask.target.name} --mesh {r.mesh}"]
+    words += ["--exchange"] * r.exchange + ["--split-cache"] * r.split_cache + ["--pad"] * r.pad
+    words += [f"--moe-chunks {o.choice.chunks}"] * (o.choice.chunks > 1)
+    words += [f"--redundant-experts {ask.redundant_experts}"] * (ask.redundant_experts > 0)
+    words += [f"--weights-format {r.weights_format}"] * (r.weights_format != "bf16")
+    words += [f"--kv-dtype {r.kv_dtype}"] * (r.kv_dtype != "bf16")
+    words += [f"--page {r.page}"] * (r.page != 128)
+    return " ".join([*words, f"--batch {rows} --chunk {chunk} --max-len {r.max_len} -o build/{ask.config.name}"])
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def plan_json(plan: Plan) -> Any:
+    ask = plan.ask
+    return {
+        "model": ask.config.name,
+        "target": ask.target.name,
+        "devices": plan.devices,
+        "why_not_fewer": plan.fewer,
+        "batch": plan.base.rows,
+        "max_len": plan.base.max_len,
+        "capacity": capacity(plan),
+        "weights_format": plan.base.weights_format,
+        "kv_dtype": plan.base.kv_dtype,
+        "compile": commands(plan),
+        "legal": plan.legal,
+        "fitting": plan.fitting,
+        "factors": vars(ask.factors),
+        "options": [option_json(plan, o) for o in plan.options],
+        "others": [{"choices": str(h.choice), "weights_and_states_bytes": h.bytes} for h in plan.others],
+        "formats": formats(plan),
+        "published": [{"what": w, "figure": f, "where": x} for w, f, x in PUBLISHED],
+    }
+
+
+def option_json(plan: Plan, o: Option) -> dict[str, Any]:
+    p, d = o.prefill, o.decode
+    return {
+        "mesh": str(o.choice.mesh),
+        "choices": str(o.choice),
+        "ranks": _world(o),
+        "free_bytes": o.room,
+        "ledger": o.ledger.to_json(),
+        "prefill": {
+            "seconds": o.ttft, "fill": p.fill, "a": p.a, "b": p.b, "equal_at": None if p.b == 0 else p.equal,
+            "rows": p.rows, "chunk": p.chunk, "bound": p.bound, "image_seconds": p.image,
+            "curve": [{"tokens": n, "seconds": p.seconds(n)} for n in lengths(plan)], "step": step_json(p.steps[-1]),
+        },
+        "decode": {
+            "seconds": d.seconds, "even": d.even.seconds, "high": d.high.seconds, "rows": d.rows, "context": d.context,
+            "tokens_per_second_a_die": d.tokens_per_second(_world(o)), "step": step_json(d.median),
+        },
+    }  # fmt: skip
+
+
+def step_json(step: Step) -> dict[str, Any]:
+    return {
+        "seconds": step.seconds,
+        "by": dict(step.spent.by),
+        "stages": [s.seconds for s in step.stages],
+        "kinds": {k: {"count": n, "seconds": s.seconds, "bound": s.bound} for k, (n, s) in step.kinds.items()},
+    }

@@ -1,0 +1,466 @@
+"""`kimi-graph plan`: does a model fit, on how many devices, on which mesh, and how fast.
+
+All legal meshes are sieved by bytes and by a bound of time (`sieve`); the few that promise most are traced, get a full
+ledger, and are estimated. What does not fit is refused with the reason and the nearest that does, without any time.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kimi_graph.checkpoint import released_formats
+from kimi_graph.compile import weight_formats
+from kimi_graph.compile.caches import CHIPS
+from kimi_graph.compile.driver import Request, legal_phases
+from kimi_graph.compile.meshes import arranged
+from kimi_graph.compile.targets import Target
+from kimi_graph.compile.weight_formats import kept_form
+from kimi_graph.config import MlaConfig, ModelConfig, check_length
+from kimi_graph.errors import KimiGraphError, ShardingError
+from kimi_graph.models import decoder
+from kimi_graph.parallel import Mesh
+
+from .buffers import full_ledger
+from .estimate import Decode, Prefill, decode, prefill
+from .factors import Factors
+from .ledger import Ledger, buckets_of
+from .sieve import GIB, Choice, Held, Sieve, counts_up_to, like
+
+TRACED = 2  # of the meshes that promise most
+MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
+
+
+class PlanError(KimiGraphError):
+    """A request that nothing meets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is wanted.
+
+    Attributes:
+        model: as it was named. devices: dies; None: as few as will do.
+        batch: sequences; None: one for each device, one where devices are free.
+        max_len: tokens of the longest; None: 4,096. ttft, tpot: seconds that must be kept, with `max_len` tokens.
+        mesh: the only one, with its choices; None: the best.
+        weights_format: None: the smallest exact form that a kernel takes.
+    """
+
+    model: str
+    config: ModelConfig
+    target: Target
+    devices: int | None = None
+    max_len: int | None = None
+    batch: int | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    mesh: Mesh | None = None
+    weights_format: str | None = None
+    kv_dtype: str = "bf16"
+    page: int = 128
+    chunk: int | None = None
+    exchange: bool = False
+    split_cache: bool = False
+    pad: bool = False
+    redundant_experts: int = 0
+    moe_chunks: int = 1
+    factors: Factors = field(default_factory=Factors)
+
+    @property
+    def length(self) -> int:
+        return min(4096, self.config.max_len) if self.max_len is None else self.max_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A mesh that was traced.
+
+    Attributes:
+        request: as `compile` would make both phases of it. ledger: of both. decode: of its batch at its longest.
+        prefill: of graphs for prefill alone, one sequence for each of dp.
+    """
+
+    choice: Choice
+    request: Request
+    ledger: Ledger
+    decode: Decode
+    prefill: Prefill
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left on the fullest rank."""
+        return self.request.target.memory_bytes - self.ledger.fullest.total
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first token after a prompt of the longest length."""
+        return self.prefill.seconds(self.request.max_len)
+
+    @property
+    def tpot(self) -> float:
+        return self.decode.seconds
+
+
+def format_of(ask: Ask, stored: dict[str, str]) -> str:
+    """How experts are kept: what is asked for, or the smallest exact form that a kernel takes."""
+    if ask.weights_format is not None:
+        return ask.weights_format
+    specs = decoder.model_specs(ask.config)
+    rows = weight_formats.choices(ask.config, specs, stored, [ask.target.soc])
+    exact = [row for row in rows if row.made and row.exact in ("as stored", "exact")]
+    return min(exact, key=lambda row: (row.bytes, row.name != "bf16")).name if exact else "bf16"
+
+
+def base_request(ask: Ask) -> Request:
+    """The request without a mesh.
+
+    Raises:
+        ConfigError, CompileError: numbers and choices that cannot be.
+    """
+    c = arranged(ask.config, ask.redundant_experts, ask.moe_chunks)
+    stored = released_formats(c, decoder.model_specs(c))
+    check_length(c, ask.length, max(1, ask.page))
+    rows = ask.batch or (ask.mesh.data if ask.mesh is not None else ask.devices) or 1
+    request = Request(
+        config=c, target=ask.target, phases=legal_phases(c), rows=rows, max_len=ask.length, page=ask.page,
+        chunk=min(512, ask.length), weights_format=format_of(ask, stored), kv_dtype=ask.kv_dtype, stored=stored,
+    )  # fmt: skip
+    kept_form(request.weights_format, request.native, ask.target.soc)
+    buckets_of(request)
+    return request
+
+
+# ---- one mesh --------------------------------------------------------------------------------------------------------
+
+
+def evaluate(ask: Ask, sieve: Sieve, choice: Choice) -> Option:
+    """Trace a mesh, with the longest prefill step that leaves room.
+
+    Raises:
+        ShardingError, CompileError: the mesh cannot be. PlanError: it does not fit.
+    """
+    memory = ask.target.memory_bytes
+    while True:
+        request = sieve.request(choice)
+        if ask.pad:
+            request = like(request, pad=True)
+        request.check()
+        ledger = full_ledger(request, ask.factors)
+        over = ledger.fullest.total - memory
+        if over <= 0:
+            break
+        smaller = sieve.chunk(choice.mesh, tokens=choice.chunk * max(1, request.rows // choice.mesh.data) // 2)
+        if ask.chunk is not None or smaller >= choice.chunk or ledger.fullest.of("buffers") < over:
+            raise PlanError(_full(ask, choice, ledger))
+        choice = replace(choice, chunk=smaller, chunks=max(1, choice.chunks // 2))
+    alone = prefill_request(ask, sieve, request, choice)
+    return Option(
+        choice=choice, request=request, ledger=ledger, decode=decode(request, ask.factors),
+        prefill=prefill(alone, ask.factors),
+    )  # fmt: skip
+
+
+def prefill_request(ask: Ask, sieve: Sieve, request: Request, choice: Choice) -> Request:
+    """Graphs for prefill alone: one sequence for each of dp, in steps with as many tokens of a rank as fit."""
+    mesh, rows = choice.mesh, choice.mesh.data
+    tokens = request.rows // rows * request.chunk  # as many found room beside all states
+    phases = tuple(p for p in request.phases if p != "decode")
+    while True:
+        chunk = min(ask.chunk or sieve.chunk(mesh, rows, tokens), request.max_len)
+        exchange = choice.exchange and rows * chunk % (mesh.data * mesh.tensor) == 0
+        alone = like(request, phases=phases, rows=rows, chunk=chunk, exchange=exchange)
+        if tokens <= 64 or full_ledger(alone, ask.factors).fullest.total <= ask.target.memory_bytes:
+            return alone
+        tokens //= 2
+
+
+def _full(ask: Ask, choice: Choice, ledger: Ledger) -> str:
+    s = ledger.fullest
+    parts = ", ".join(f"{gib(s.of(kind))} of {kind}" for kind in ("weights", "states", "buffers"))
+    return (
+        f"{ask.config.name} does not fit {choice} of {ask.target.name}: a rank of stage {s.stage} needs {gib(s.total)} "
+        f"({parts}), a die has {gib(ask.target.memory_bytes)}"
+    )
+
+
+def dies(count: int) -> str:
+    """`1 die`, `32 dies`."""
+    return f"{count:,} die" + "s" * (count != 1)
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"
+
+
+# ---- the best --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was found.
+
+    Attributes:
+        options: traced meshes, the best for both phases first. legal: how many there are, and of them `fitting`.
+        others: those that should fit too, by what they promise; not traced.
+        devices: dies. fewer: why one device less does not do; empty where the number was given.
+    """
+
+    ask: Ask
+    base: Request
+    devices: int
+    options: tuple[Option, ...]
+    legal: int
+    fitting: int
+    fewer: str = ""
+    others: tuple[Held, ...] = ()
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    @property
+    def summary(self) -> str:
+        o = self.best
+        return (
+            f"{self.ask.config.name} on {dies(self.devices)} of {self.ask.target.name}: {o.choice}, "
+            f"{gib(o.room)} of a die free"
+        )
+
+    def text(self) -> str:
+        from .report import plan_text
+
+        return plan_text(self)
+
+    def to_json(self) -> Any:
+        from .report import plan_json
+
+        return plan_json(self)
+
+
+def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
+    """The best mesh for what is wanted, of the `traced` ones that promise most.
+
+    Raises:
+        PlanError: nothing fits, or nothing is quick enough; with the nearest that is.
+        ShardingError, CompileError, ConfigError: what cannot be at all.
+    """
+    base = base_request(ask)
+    sieve = Sieve(base, ask.factors)
+    if ask.mesh is not None:
+        return _one_mesh(ask, base, sieve)
+    if ask.devices is not None:
+        plan = _with(ask, base, sieve, ask.devices, traced)
+        if plan is None:
+            raise PlanError(_nothing(ask, base, sieve, ask.devices))
+        return _quick_enough(ask, plan)
+    return _fewest(ask, base, sieve)
+
+
+def _one_mesh(ask: Ask, base: Request, sieve: Sieve) -> Plan:
+    mesh = ask.mesh
+    assert mesh is not None
+    if ask.devices not in (None, mesh.world):
+        raise PlanError(f"--mesh {mesh} has {mesh.world:,} ranks, --devices {ask.devices}; leave one of them out.")
+    checked = like(
+        base, mesh=mesh, exchange=ask.exchange, split_cache=ask.split_cache, pad=ask.pad,
+        chunk=max(mesh.tensor * mesh.context, ask.chunk or 1),
+    )  # fmt: skip
+    checked.check()
+    chunk = ask.chunk or sieve.chunk(mesh)
+    choice = Choice(mesh=mesh, exchange=ask.exchange, split_cache=ask.split_cache, chunk=chunk, chunks=ask.moe_chunks)
+    option = evaluate(ask, sieve, choice)
+    return _quick_enough(ask, Plan(ask=ask, base=base, devices=mesh.world, options=(option,), legal=1, fitting=1))
+
+
+def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], int]:
+    """Choices that should fit, and how many there are."""
+    found = [choice for mesh in sieve.legal(devices) for choice in sieve.choices(mesh)]
+    return [choice for choice in found if sieve.fits(choice)], len(found)
+
+
+def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRACED) -> Plan | None:
+    """The best of so many devices; None where nothing fits."""
+    fitting, legal = _fitting(sieve, devices)
+    held = [sieve.promise(choice) for choice in fitting]
+    options = []
+    for choice in promising(held, traced):
+        try:
+            option = evaluate(ask, sieve, choice)
+        except (PlanError, ShardingError):
+            continue  # it needs more room for activations, or a part has no form on it
+        options.append(option)
+    if not options:
+        return None
+    options.sort(key=lambda o: o.ttft * o.tpot)
+    seen = {(o.choice.mesh, o.choice.exchange, o.choice.split_cache) for o in options}
+    others = [h for h in held if (h.choice.mesh, h.choice.exchange, h.choice.split_cache) not in seen]
+    return Plan(
+        ask=ask, base=base, devices=devices, options=tuple(options), legal=legal, fitting=len(fitting),
+        others=tuple(sorted(others, key=lambda h: h.decode * h.prefill)),
+    )  # fmt: skip
+
+
+def promising(held: Iterable[Held], count: int) -> list[Choice]:
+    """The best for both phases, for decode and for prefill, in turn."""
+    held = list(held)
+    orders = [
+        sorted(held, key=lambda h: h.decode * h.prefill),
+        sorted(held, key=lambda h: h.decode),
+        sorted(held, key=lambda h: h.prefill),
+    ]
+    turns = [h.choice for rank in range(len(held)) for h in (order[rank] for order in orders)]
+    return list(dict.fromkeys(turns))[:count]
+
+
+def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
+    """The fewest devices that do."""
+    last, found = "", None
+    for devices in counts_up_to(sieve, MOST):
+        fitting, legal = _fitting(sieve, devices)
+        if not fitting:
+            held = [sieve.held(choice) for mesh in sieve.legal(devices) for choice in sieve.choices(mesh)]
+            last = _why_not(devices, legal, min(held, default=0), sieve)
+            continue
+        found = _with(ask, base, sieve, devices)
+        if found is not None and _slow(ask, found) == "":
+            break
+        tight = "activations and buffers do not fit beside weights and states"
+        last = f"{devices:,}: {tight if found is None else _slow(ask, found)}"
+        if found is not None:  # it fits: more devices make it quicker in larger steps
+            return _quicker(ask, base, sieve, found, last)
+    if found is None:
+        raise PlanError(_nothing(ask, base, sieve, MOST))
+    least = next(counts_up_to(sieve, MOST), 1)
+    fewer = last or (f"{least - 1:,}: weights shared out evenly would not fit" if least > 1 else "")
+    return _quick_enough(ask, replace(found, fewer=fewer))
+
+
+def _quicker(ask: Ask, base: Request, sieve: Sieve, found: Plan, last: str) -> Plan:
+    devices, best = found.devices, found
+    while devices < MOST:
+        devices = min(MOST, -(-devices * 3 // 2 // 16) * 16)
+        more = _with(ask, base, sieve, devices, traced=2)
+        if more is None:
+            continue
+        if not _slow(ask, more):
+            return _quick_enough(ask, replace(more, fewer=last))
+        best, last = min(best, more, key=lambda p: _misses(ask, p)), f"{devices:,}: {_slow(ask, more)}"
+    raise PlanError(_too_slow(ask, best))
+
+
+def _why_not(devices: int, legal: int, least: int, sieve: Sieve) -> str:
+    if not legal:
+        return f"{devices:,}: no mesh on which all sizes divide"
+    return f"{devices:,}: weights and states take {gib(least)} of a die at least, {gib(sieve.room)} are there for them"
+
+
+def _quick_enough(ask: Ask, plan: Plan) -> Plan:
+    if _slow(ask, plan):
+        raise PlanError(_too_slow(ask, plan))
+    met = [o for o in plan.options if _met(ask, o)]
+    return replace(plan, options=(*met, *(o for o in plan.options if o not in met)))
+
+
+def _met(ask: Ask, o: Option) -> bool:
+    return o.ttft <= (ask.ttft or math.inf) and o.tpot <= (ask.tpot or math.inf)
+
+
+def _slow(ask: Ask, plan: Plan) -> str:
+    """Why none of the traced meshes is quick enough; empty where one is."""
+    if any(_met(ask, o) for o in plan.options):
+        return ""
+    limits = {"--ttft": ask.ttft, "--tpot": None if ask.tpot is None else 1e3 * ask.tpot}
+    wanted = [f"{flag} {limit:g}" for flag, limit in limits.items() if limit is not None]
+    return f"no mesh keeps {' and '.join(wanted)}"
+
+
+def _misses(ask: Ask, plan: Plan) -> float:
+    return min(max(o.ttft / (ask.ttft or math.inf), o.tpot / (ask.tpot or math.inf)) for o in plan.options)
+
+
+def _too_slow(ask: Ask, plan: Plan) -> str:
+    o = min(plan.options, key=lambda o: max(o.ttft / (ask.ttft or math.inf), o.tpot / (ask.tpot or math.inf)))
+    asked = []
+    if ask.ttft is not None:
+        asked.append(f"--ttft {math.ceil(o.ttft * 10) / 10:g}")
+    if ask.tpot is not None:
+        asked.append(f"--tpot {math.ceil(o.tpot * 1e3):g}")
+    return (
+        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}: {_slow(ask, plan)} with {plan.base.rows:,} "
+        f"sequences of {plan.base.max_len:,} tokens. Nearest that can be asked for: {' '.join(asked)} ({o.choice})."
+    )
+
+
+def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
+    """Why so many devices do not do, and how many would."""
+    c, t = ask.config, ask.target
+    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    size = {row.name: row.bytes for row in rows}
+    kept = size.get(base.weights_format, 0)
+    released = f"{gib(size['native'])} of weights as released"
+    as_kept = "" if base.weights_format == "native" else f", {gib(kept)} as graphs keep them ({base.weights_format})"
+    there = gib(devices * t.memory_bytes)
+    head = f"{c.name} does not fit {dies(devices)} of {t.name}: it needs {released}{as_kept}, there are {there}"
+    near = _nearest(ask, sieve, devices)
+    return f"{head}. {near}"
+
+
+def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
+    base = sieve.base
+    if base.rows == devices and ask.batch is None:  # one sequence for each device: of more devices, too
+        base = like(base, rows=1)
+        sieve = Sieve(base, ask.factors)
+    for count in counts_up_to(sieve, MOST):
+        fitting, _ = _fitting(sieve, count)
+        found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=1) if fitting else None
+        if found is not None:
+            more = "" if count > devices else f" for {base.rows:,} sequences of {base.max_len:,} tokens"
+            return f"The smallest fit is {count:,} devices{more}: {found.best.choice}."
+    length = base.max_len // 2
+    return f"Nothing up to {MOST:,} devices fits; ask for fewer sequences than {base.rows:,}, or --max-len {length:,}."
+
+
+# ---- formats ---------------------------------------------------------------------------------------------------------
+
+
+def formats(plan: Plan) -> list[dict[str, Any]]:
+    """Forms of weights and of caches, smallest first, with whether a kernel takes them."""
+    c, t, base = plan.ask.config, plan.ask.target, plan.base
+    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    found = [
+        {
+            "what": "weights", "format": row.name, "bytes": row.bytes, "values": row.exact, "taken": row.taken,
+            "made": row.made, "kernel": row.kernel, "used": row.name == base.weights_format,
+        }
+        for row in sorted(rows, key=lambda row: row.bytes)
+    ]  # fmt: skip
+    indexed = [x.mixer for x in c.layers if isinstance(x.mixer, MlaConfig) and x.mixer.indexer]
+    for name in ("int8", "fp8", "bf16"):
+        taken = name == "bf16" or (bool(indexed) and t.soc in CHIPS[name])
+        why = "" if taken else ("no sparse attention in the model" if not indexed else f"{t.soc} has no 8-bit floats")
+        found.append(
+            {
+                "what": "caches", "format": name, "bytes": _row(c, name),
+                "values": "exact" if name == "bf16" else "rounded", "taken": taken, "made": taken,
+                "kernel": why or "a token's row", "used": name == base.kv_dtype,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _row(c: ModelConfig, kv_dtype: str) -> int:
+    """Bytes of a token in the caches of all layers."""
+    from kimi_graph.compile import caches
+    from kimi_graph.ops.quantised_cache import INDEX_SCALE, row_width
+
+    size = 0
+    for m in (x.mixer for x in c.layers if isinstance(x.mixer, MlaConfig)):
+        own = m.indexer is not None and not m.indexer.shared
+        key = m.indexer.key if m.indexer is not None and own else 0
+        if kv_dtype == "bf16" or m.indexer is None:
+            size += (m.latent + m.key_rope + key) * c.dtype.itemsize
+        else:
+            scale = INDEX_SCALE[caches.STORED[kv_dtype]].itemsize if own else 0
+            size += row_width(m.latent, m.key_rope) + key + scale
+    return size

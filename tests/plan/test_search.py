@@ -1,0 +1,209 @@
+"""Search: what fits, what is refused and with which words; every mesh that is printed can be compiled."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import pytest
+
+from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.targets import target
+from kimi_graph.compile.torchair_host import Host
+from kimi_graph.config import ModelConfig
+from kimi_graph.errors import CompileError, ConfigError, KimiGraphError, ShardingError
+from kimi_graph.parallel import Mesh
+from kimi_graph.plan.factors import Factors
+from kimi_graph.plan.html import page
+from kimi_graph.plan.ledger import make_ledger
+from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, make_plan
+from kimi_graph.plan.sieve import Choice, Sieve, like
+from kimi_graph.read_config import load_config
+from tests.compile.family import small_model
+
+TIMES = re.compile(r"\d\s?(ms|us|s)\b|TTFT|TPOT")
+
+
+def ask(name: str = "kimi-k3", chip: str = "a3", **given) -> Ask:
+    return Ask(model=name, config=load_config(name), target=target(chip), **given)
+
+
+def small_ask(name: str, **given) -> Ask:
+    return Ask(model=name, config=small_model(name), target=target("a3"), max_len=256, page=16, **given)
+
+
+@functools.cache
+def on_950() -> Plan:
+    return make_plan(ask(chip="950dt", devices=32, batch=32, max_len=16384))
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def test_k3_fits_32_dies_of_950dt_as_released():
+    plan = on_950()
+    assert plan.base.weights_format == "native" and plan.best.request.form == "mxfp4"
+    assert plan.best.room > 0 and plan.devices == plan.best.choice.mesh.world == 32
+    assert [o.ttft * o.tpot for o in plan.options] == sorted(o.ttft * o.tpot for o in plan.options)
+
+
+def test_the_text_tells_the_mesh_its_bounds_formats_and_the_command():
+    text = on_950().text()
+    assert "kimi-graph compile kimi-k3 --target 950dt --mesh" in text and "--weights-format native" in text
+    assert "bound by" in text and "prefill alone" in text and "even/median/p90 routing" in text
+    assert "int8-g32" in text and "NO: GroupedMatmul with 8-bit weights" in text
+
+
+def test_json_lists_every_line_with_name_bytes_and_derivation():
+    found = json.loads(json.dumps(on_950().to_json()))
+    stage = found["options"][0]["ledger"]["stages"][0]
+    assert sum(line["bytes"] for line in stage["lines"]) == stage["bytes"]["all"]
+    assert all(line["name"] and line["derivation"] for line in stage["lines"])
+    assert found["options"][0]["prefill"]["equal_at"] > 0
+
+
+def test_the_sieve_counts_what_the_ledger_counts():
+    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=128, batch=128, max_len=8192)
+    sieve = Sieve(base_request(wanted), Factors())
+    for mesh in sieve.legal(128)[:3]:
+        for choice in sieve.choices(mesh):
+            stages = make_ledger(sieve.request(choice)).stages
+            assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
+
+
+def test_the_report_is_one_file_that_loads_nothing():
+    document = page(on_950())
+    assert document.count("<svg") == 6
+    assert not re.search(r"(src|href)=|https?://|@import|<script", document)
+    assert "Ledger of the fullest rank" in document
+
+
+def test_other_efficiencies_give_other_times():
+    slow = make_plan(
+        ask(chip="950dt", mesh=on_950().best.choice.mesh, batch=32, max_len=16384, factors=Factors(memory=0.35))
+    )
+    assert slow.best.tpot > on_950().best.tpot
+    with pytest.raises(ConfigError, match="--factor memroy=1: unknown; there are"):
+        Factors.parse(["memroy=1"])
+    with pytest.raises(ConfigError, match="a part, above 0 and at most 1"):
+        Factors.parse(["memory=2"])
+
+
+def test_the_fewest_devices_come_with_the_reason_why_fewer_do_not_do():
+    plan = make_plan(ask("kimi-linear-48b", "a3", batch=1, max_len=8192))
+    assert plan.devices == 2
+    assert "shared out evenly would not fit" in plan.fewer or "of a die at least" in plan.fewer
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(wanted: Ask) -> str:
+    with pytest.raises(KimiGraphError) as caught:
+        make_plan(wanted)
+    return str(caught.value)
+
+
+def test_k3_on_8_devices_of_64_gb_is_refused_with_its_bytes_and_the_smallest_fit():
+    words = refusal(ask(devices=8))
+    assert "needs 1,453.66 GiB of weights as released" in words and "there are 512.00 GiB" in words
+    assert re.search(r"The smallest fit is \d+ devices", words)
+    assert not TIMES.search(words)
+
+
+def test_tp64_is_refused_with_the_legal_degrees():
+    words = refusal(ask(mesh=Mesh(tensor=64)))
+    assert "heads=96 does not divide over 64" in words
+    assert "Legal tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96; nearest 48" in words
+
+
+def test_64_ranks_are_fine_as_dp4_tp16():
+    plan = make_plan(ask(chip="950dt", mesh=Mesh.parse("dp=4,tp=16"), batch=4, max_len=8192))
+    assert plan.best.room > 0
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"batch": 31, "exchange": True}, r"--batch.* token=31 does not divide over 32"),
+        ({"batch": 32, "page": 120}, r"--page 120: .*multiples of 16 up to 1,024"),
+        ({"batch": 31, "mesh": Mesh.parse("dp=2,tp=16")}, r"batch=31 does not divide over 2"),
+    ],
+)
+def test_rows_and_pages_that_cannot_be_are_refused(given, words):
+    with pytest.raises((ShardingError, CompileError), match=words):
+        make_plan(ask(chip="950dt", **{"mesh": Mesh.parse("tp=32"), "max_len": 4096} | given))
+
+
+def test_batch_32_and_page_128_pass():
+    plan = make_plan(ask(chip="950dt", mesh=Mesh.parse("tp=32"), batch=32, page=128, max_len=4096, exchange=True))
+    assert plan.best.request.exchange
+
+
+def test_a_length_is_rounded_to_whole_pages_and_one_over_the_limit_refused():
+    plan = make_plan(ask("kimi-linear-48b", devices=8, batch=1, max_len=1_000_000))
+    assert "1,000,064 in pages of 128" in plan.text()
+    assert "found 1,048,577, expected 1 to 1,048,576" in refusal(ask(devices=128, max_len=1_048_577))
+
+
+def test_times_that_cannot_be_kept_are_refused_with_what_can_be_asked_for():
+    words = refusal(ask("kimi-linear-48b", devices=8, batch=8, tpot=1e-5))
+    nearest = re.search(r"Nearest that can be asked for: --tpot (\d+)", words)
+    assert nearest
+    plan = make_plan(ask("kimi-linear-48b", devices=8, batch=8, tpot=int(nearest[1]) / 1e3))
+    assert plan.best.tpot <= int(nearest[1]) / 1e3
+
+
+@pytest.mark.slow
+def test_more_devices_are_taken_until_times_are_kept_and_the_best_keeps_them():
+    plan = make_plan(ask("kimi-linear-48b", batch=8, tpot=6e-3))
+    assert plan.devices > 2 and plan.best.tpot <= 6e-3
+    assert plan.fewer.endswith("no mesh keeps --tpot 6")
+
+
+def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
+    """896 experts with their copies are at most 1,024, their ranks at most 768 on A3."""
+    wanted = ask("kimi-k3", "a3-superpod", devices=896, batch=896)
+    sieve = Sieve(base_request(wanted), Factors())
+    sent = [c for mesh in sieve.legal(896) for c in sieve.choices(mesh) if c.exchange]
+    assert sent and all(c.mesh.experts <= 768 for c in sent)
+
+
+# ---- every mesh can be compiled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, devices", [("kimi-linear-48b", 4), ("kimi-k3.1-pro", 8)])
+def test_every_mesh_that_a_plan_prints_compiles(host: Host, name, devices):
+    plan = make_plan(small_ask(name, devices=devices, batch=8), traced=6)
+    assert plan.options
+    for o in plan.options:
+        r = o.request
+        compile_model(
+            small_model(name), target=r.target, out=None, mesh=r.mesh, batch=r.rows, chunk=r.chunk, max_len=r.max_len,
+            page=r.page, exchange=r.exchange, split_cache=r.split_cache, moe_chunks=o.choice.chunks,
+            weights_format=r.weights_format, phases=("prefill", "decode"), cache_dir=host.root.parent,
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [96, 768])
+def test_every_choice_of_a_sieve_is_legal(devices):
+    """What is tried for the full model passes all checks that compile makes before it traces."""
+    sieve = Sieve(base_request(ask("kimi-k3.1-pro", "a3-superpod", devices=devices)), Factors())
+    for mesh in sieve.legal(devices):
+        for choice in sieve.choices(mesh):
+            sieve.request(choice).check()
+
+
+def test_a_request_on_another_mesh_is_another_request():
+    base = base_request(small_ask("kimi-linear-48b", batch=4))
+    made = like(base, mesh=Mesh(tensor=2))
+    assert made.layout is not None and base.layout is None and made.native == base.native
+    assert dataclasses.replace(made, mesh=None) == base
+    assert isinstance(base.config, ModelConfig) and str(Choice(mesh=Mesh(tensor=2), exchange=True)) == "tp=2 --exchange"
+
+
+def test_what_does_not_fit_one_mesh_names_the_rank_and_what_it_holds():
+    with pytest.raises(PlanError, match=r"does not fit pp=2,tp=16 of a3: a rank of stage \d needs .* of weights"):
+        make_plan(ask(mesh=Mesh.parse("pp=2,tp=16"), batch=1))
