@@ -48,16 +48,23 @@ class Bundle:
     weights: dict[str, Any]
 
     def graph(self, phase: str) -> dict[str, Any]:
-        """The manifest's entry of the graph of a phase.
+        """The manifest's entry of the graph of a phase, its first stage's on a mesh; see `graphs`."""
+        return self.graphs(phase)[0]
+
+    def graphs(self, phase: str) -> list[dict[str, Any]]:
+        """The manifest's entries of the graphs of a phase, one for each stage; or of the graph of that name.
 
         Raises:
             BundleError: no such phase.
         """
-        for entry in self.manifest["graphs"]:
-            if phase in (entry["phase"], entry["name"]):
-                return entry
-        phases = ", ".join(g["phase"] for g in self.manifest["graphs"])
-        raise BundleError(f"{self.folder}: no graph of phase {phase!r}; its phases are {phases}.")
+        found = [entry for entry in self.manifest["graphs"] if phase in (entry["phase"], entry["name"])]
+        if not found:
+            phases = ", ".join(dict.fromkeys(g["phase"] for g in self.manifest["graphs"]))
+            names = ", ".join(g["name"] for g in self.manifest["graphs"])
+            raise BundleError(
+                f"{self.folder}: no graph of phase {phase!r}; its phases are {phases}, its graphs {names}."
+            )
+        return found
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
         """The bytes of a graph's file, checked against the manifest's hash."""

@@ -450,7 +450,8 @@ class Compiled:
         nodes = sum(sum(g["ops"].values()) for g in self.manifest["graphs"])
         names = ", ".join(g["name"] for g in self.manifest["graphs"])
         mesh = self.manifest["mesh"]
-        where = "" if mesh is None else f" on {mesh['text']} ({mesh['ranks']:,} ranks)"
+        ranks = "" if mesh is None else "1 rank" if mesh["ranks"] == 1 else f"{mesh['ranks']:,} ranks"
+        where = "" if mesh is None else f" on {mesh['text']} ({ranks})"
         model, target = self.manifest["model"]["name"], self.manifest["target"]["name"]
         return f"{model} for {target}{where}: {names} ({nodes:,} nodes)"
 

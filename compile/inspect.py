@@ -215,14 +215,34 @@ def inspect_bundle(folder: Path) -> Contents:
     return found
 
 
-def inspect_graph(folder: Path, phase: str) -> Nodes:
-    """The nodes of a phase's graph. Raises BundleError where the bundle has no such graph."""
+@dataclass(frozen=True)
+class Stages:
+    """The nodes of a phase, stage by stage."""
+
+    stages: tuple[Nodes, ...]
+
+    @property
+    def summary(self) -> str:
+        return ", ".join(nodes.summary for nodes in self.stages)
+
+    def text(self) -> str:
+        if len(self.stages) == 1:
+            return self.stages[0].text()
+        return "\n\n".join(f"{nodes.name}\n{nodes.text()}" for nodes in self.stages)
+
+    def to_json(self) -> Any:
+        if len(self.stages) == 1:
+            return self.stages[0].to_json()
+        return {nodes.name: nodes.to_json() for nodes in self.stages}
+
+
+def inspect_graph(folder: Path, phase: str) -> Stages:
+    """The nodes of a phase's graphs. Raises BundleError where the bundle has no such graph."""
     bundle = open_bundle(folder)
     sources = bundle.folder / SOURCES
     with as_written(folder):
-        entry = bundle.graph(phase)
-        model = air.from_bytes(bundle.graph_bytes(entry), entry["file"])
         found = read_json(sources) if sources.is_file() else {}
-        nodes = Nodes(entry["name"], model.graph[0], found.get(entry["name"], {}))
-        nodes.text()
-    return nodes
+        models = {e["name"]: air.from_bytes(bundle.graph_bytes(e), e["file"]) for e in bundle.graphs(phase)}
+        stages = Stages(tuple(Nodes(name, m.graph[0], found.get(name, {})) for name, m in models.items()))
+        stages.text()
+    return stages

@@ -6,6 +6,7 @@ A runtime binds inputs, weights and states by what is written here, so `verify` 
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .meshes import Layout, layout_of
 from .packages import packages_of
-from .phases import Bucket, graph_inputs
+from .phases import Bucket, graph_inputs, stage_parts
 from .recipe import Step
 from .targets import Target, target
 
@@ -268,6 +269,9 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
             raise BundleError(f"{where}: state {s['name']} is {s['dtype']}, in the graphs {found}.")
         if s["name"] in kept and math.prod(s["shape" if layout is None else "local"]) != math.prod(s["graph_shape"]):
             raise BundleError(f"{where}: state {s['name']} is {s['shape']}, in the graphs {s['graph_shape']}.")
+    _check_whole(where, manifest["graphs"], config, layout, buckets)
+    _compare(where, "weights.file", manifest["weights"].get("file"), WEIGHTS)
+    _compare(where, "assumptions", manifest.get("assumptions"), list(config.assumptions))
     for index, (b, entry) in enumerate(zip(buckets, manifest["graphs"], strict=True)):
         made = described(layout, b, models[entry["name"]], entry, where)
         made |= {key: entry[key] for key in ("bytes", "sha256")}
@@ -286,6 +290,21 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     _compare(where, "packages", manifest.get("packages"), [n.to_json() for n in needed])
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
+
+
+def _check_whole(
+    where: Any, entries: Iterable[Mapping[str, Any]], config: ModelConfig, layout: Layout | None, buckets: list[Bucket]
+) -> None:
+    """Every stage that has a part in a phase has one graph."""
+    found = Counter((entry["phase"], entry.get("stage")) for entry in entries)
+    for b in {b.phase: b for b in buckets}.values():
+        stages: list[int | None] = [None]
+        if layout is not None:
+            stages = [part.stage.index for part in stage_parts(config, b, layout.stages(b))]
+        for stage in stages:
+            if (count := found[b.phase, stage]) != 1:
+                of = "" if stage is None else f": stage {stage} of {len(stages)}"
+                raise BundleError(f"{where}: phase {b.phase}{of} has {count or 'no'} graphs, expected one.")
 
 
 def layout_in(manifest: Mapping[str, Any], config: ModelConfig, where: Any) -> Layout | None:
@@ -322,10 +341,13 @@ def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
         raise BundleError(f"{where}: {key} is {_short(mine)}; the graphs and the model make it {_short(made)}.")
 
 
+NOTHING = "nothing"  # stands for a key that is not there
+
+
 def _differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
-    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
-        for key in sorted(found):
-            yield from _differences(f"{path}.{key}", found[key], expected[key])
+    if isinstance(found, dict) and isinstance(expected, dict):
+        for key in sorted(found.keys() | expected.keys()):
+            yield from _differences(f"{path}.{key}", found.get(key, NOTHING), expected.get(key, NOTHING))
     elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
         for index, (mine, made) in enumerate(zip(found, expected, strict=True)):
             yield from _differences(f"{path}.{index}", mine, made)

@@ -68,7 +68,7 @@ def mesh_entry(layout: Layout, graphs: Iterable[tuple[Mapping[str, Any], ModelDe
     stage = mesh.stage.world
     return layout.described() | {
         "ranks": mesh.world,
-        "axes": {axis: size for axis, size in mesh.axes.items() if size > 1},
+        "axes": [[axis, size] for axis, size in mesh.axes.items() if size > 1],  # in order, the outermost first
         "experts": mesh.experts,
         "rules": {phase: rules_text(layout.rules(phase)) for phase in phases},
         "stages": [{"layers": [x[0], x[-1]], "ranks": [i * stage, (i + 1) * stage - 1]} for i, x in enumerate(layers)],
@@ -180,7 +180,7 @@ def mesh_lines(manifest: Mapping[str, Any]) -> list[str]:
     mesh = manifest["mesh"]
     if mesh is None:
         return []
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh["axes"].items()) or "one rank"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh["axes"]) or "one rank"
     lines = [f"mesh      {mesh['text']}: {mesh['ranks']:,} ranks = {axes}; ep={mesh['experts']}"]
     for i, stage in enumerate(mesh["stages"]):
         (first, last), (start, end) = stage["layers"], stage["ranks"]

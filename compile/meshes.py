@@ -99,9 +99,14 @@ def layout_of(config: ModelConfig, entry: Mapping[str, Any]) -> Layout:
         raise ShardingError(f"{flags | numbers}: yes or no, and whole numbers, were expected.")
     made = arranged(config, **numbers)
     mesh = Mesh.parse(entry["text"])
-    return Layout(
+    layout = Layout(
         config=made, mesh=mesh, exchange=flags["exchange"], split_cache=flags["split_cache"], pad=flags["padded"]
     )
+    try:
+        _check_experts(layout)
+    except CompileError as error:
+        raise ShardingError(str(error)) from None
+    return layout
 
 
 def arranged(config: ModelConfig, redundant_experts: int = 0, moe_chunks: int = 1) -> ModelConfig:
@@ -143,6 +148,12 @@ def check_layout(
     if found:
         raise ShardingError(refusal(c.name, mesh, layout.sizes, found.values(), lambda m: layout.rules_on(m, "decode")))
     model_stages(c, mesh.pipe)
+    moe = _experts(c)
+    if layout.exchange and moe is not None:
+        tokens = {"prefill": chunk, "decode": 1}
+        most = max((rows * tokens[p] // layout.rules(p).ways("token") for p in phases if p in tokens), default=1)
+        if moe.chunks > most:
+            raise CompileError(f"--moe-chunks {moe.chunks:,}: a rank sends {most:,} rows of a step; at most {most:,}.")
 
 
 def _check_experts(layout: Layout) -> None:
@@ -152,6 +163,8 @@ def _check_experts(layout: Layout) -> None:
         return
     if moe.redundant:
         check_redundant(moe.experts, moe.redundant, layout.rules("decode").ways("experts"))
+    if moe.chunks < 1:
+        raise CompileError(f"--moe-chunks {moe.chunks}: the smallest is 1.")
     if moe.chunks > 1 and not layout.exchange:
         raise CompileError(f"--moe-chunks {told['moe_chunks']}: rows are sent to their experts with --exchange alone.")
 

@@ -4,6 +4,7 @@ Numbers are those of one die, the unit of a mesh and of a process. Sources: fact
 files atc itself reads), C.2 (published totals) and C.3 (names).
 """
 
+import contextlib
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -267,6 +268,9 @@ def _known(what: str, given: str, known: tuple[str, ...]) -> str:
 
 
 def _nearest(given: str, known: tuple[str, ...]) -> str:
+    """By number where all are numbers, as releases are; else by spelling."""
+    with contextlib.suppress(ValueError):
+        return min(known, key=lambda k: abs(float(k) - float(given)))
     folded = {k.lower().replace("-", ""): k for k in known}
     close = difflib.get_close_matches(given.lower().replace("-", "").replace("_", ""), folded, n=1, cutoff=0.0)
     return folded[close[0]]

@@ -796,10 +796,10 @@ def verify_bundle(
     bundle = open_bundle(folder)
     with as_written(folder):
         config = bundle_config(bundle)
-        _check_steps(bundle, steps)
         graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
         check_claims(bundle, config, graphs)
         bundle.check_constants()
+        _check_steps(bundle, steps)
     weights = find_checkpoint(bundle, checkpoint)
     if kernels is not None and (processes or "native" not in modes):
         raise VerifyError("--kernels twin: runs in this process and in native mode; leave --processes and --mode out.")

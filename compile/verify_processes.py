@@ -6,9 +6,11 @@ after every step, and their states after the last one.
 """
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,17 +85,42 @@ class Processes:
     def __enter__(self) -> dict[str, ProcessSide]:
         folder = Path(self._folder.name)
         world = self.plan.mesh.world
+        with _deaf_to_interrupts():
+            ranks = spawn(_rank_main, (str(folder), _free_port(), *self._given), nprocs=world, join=False)
+        assert ranks is not None
         try:
-            spawn(_rank_main, (str(folder), _free_port(), *self._given), nprocs=world)
+            while not ranks.join(timeout=1):
+                pass
         except (ProcessRaisedException, ProcessExitedException) as error:
             said = sorted(folder.glob("*.error"))
             words = said[0].read_text() if said else str(error).strip().splitlines()[-1]
             self._folder.cleanup()
             raise VerifyError(f"a rank's process failed: {words}") from None
+        except BaseException:  # Ctrl-C: ranks do not hear of it, and wait for each other
+            running = [process for process in ranks.processes if process is not None]
+            for process in running:
+                process.kill()
+            for process in running:
+                process.join()
+            self._folder.cleanup()
+            raise
         return {mode: ProcessSide(self.plan, mode, folder, self.count) for mode in ("exact", "native")}
 
     def __exit__(self, *_: object) -> None:
         self._folder.cleanup()
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started inside ignore Ctrl-C, from their first instruction on: who started them ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _free_port() -> int:

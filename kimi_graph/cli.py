@@ -636,7 +636,7 @@ def shard(
     kimi-graph shard kimi-k3.1-pro --devices 128
     """
     if (mesh is None) == (devices is None):
-        raise typer.BadParameter("say which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
+        raise typer.BadParameter("say either which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
     started = time.perf_counter()
     with _without_collecting():
         from kimi_graph.config import in_chunks, with_copies

@@ -78,7 +78,7 @@ def _varying(mesh: Mesh, phase: str, *, exchange: bool, split_cache: bool) -> It
         "sequence",
         (None, "between layers every rank of context has all new tokens: any may belong to its pages of a cache"),
     )
-    why = "a sequence's cache lies where its row is computed, every so manieth page of it on each rank that shares it"
+    why = "a sequence's cache lies where its row is computed, its pages are dealt to the ranks that share it in turn"
     yield "pages", (("data", *cached), why if split_cache else f"{why}; split_cache: over tensor too")
     yield "cached", (cached, "a rank scores its pages of a sequence and attends to them; the parts are merged")
     yield (

@@ -36,7 +36,7 @@ def test_operators_are_counted_by_type_most_first(bundle):
     entry = open_bundle(bundle).graph("decode")
     for name, count in entry["ops"].items():
         assert f"{count:>6} {name}" in text
-    assert sum(entry["ops"].values()) == len(inspect_graph(bundle, "decode").graph.op)
+    assert sum(entry["ops"].values()) == len(inspect_graph(bundle, "decode").stages[0].graph.op)
 
 
 def test_sizes_are_those_of_the_checkpoint_and_the_states(bundle, small):
@@ -64,7 +64,7 @@ def test_a_program_reads_the_manifest_and_the_sizes(bundle):
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "decode_b2"])
 def test_nodes_of_a_graph_are_lines_with_types_edges_shapes_and_sources(bundle, phase):
-    nodes = inspect_graph(bundle, phase)
+    (nodes,) = inspect_graph(bundle, phase).stages
     lines = nodes.text().splitlines()
     assert len(lines) == sum(op.type not in ("Const", "Data", "RefData") for op in nodes.graph.op)
     norm = next(line for line in lines if line.startswith("layers.1.moe/RmsNorm: "))

@@ -1,9 +1,15 @@
 """Bundles of a mesh: what compile writes, verify and lint find, and what they notice."""
 
+import contextlib
 import functools
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +21,7 @@ from kimi_graph.compile.bundle import GRAPHS, MANIFEST, WEIGHTS, dump, file_hash
 from kimi_graph.compile.cost import inspect_cost
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.ge_proto import ModelDef, dtype_of, shape_of
-from kimi_graph.compile.inspect import inspect_bundle
+from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
 from kimi_graph.compile.lint import lint_bundle
 from kimi_graph.compile.order import overlaps
 from kimi_graph.compile.ranks import Plan
@@ -130,6 +136,7 @@ def test_the_defaults_share_out_over_the_mesh(compile_small):
             {"redundant_experts": 3},
             r"--redundant-experts 3: 19 slots do not divide over 2 ranks. Nearest: 2, 4",
         ),
+        ("tp=2", {"moe_chunks": 99, "exchange": True}, r"--moe-chunks 99: a rank sends 16 rows of a step; at most 16"),
         ("tp=2", {"moe_chunks": 2}, r"--moe-chunks 2: rows are sent to their experts with --exchange alone"),
         (None, {"split_cache": True}, r"--split-cache is for many ranks; give a --mesh"),
         (None, {"redundant_experts": 2}, r"--redundant-experts is for many ranks; give a --mesh"),
@@ -231,6 +238,21 @@ def test_processes_find_what_lockstep_finds(on_mesh):
     assert "4 ranks, each in a process of its own, over gloo" in processes.text()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [3, 9])  # while they start, and while they run
+def test_ctrl_c_ends_all_processes_at_once_and_quietly(on_mesh, seconds):
+    command = [sys.executable, "-m", "kimi_graph", "verify", str(on_mesh("pp=2,tp=2")), "--processes", "--steps", "20"]
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(
+        command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler), **quiet
+    )
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+
+
 def test_processes_are_for_a_mesh(bundle):
     with pytest.raises(VerifyError, match=r"--processes: .* is of one rank; compile it with --mesh"):
         verify_bundle(bundle, processes=True)
@@ -263,6 +285,11 @@ def verify_passes(folder: Path) -> bool:
         (("mesh", "padded"), 3),
         (("mesh", "redundant_experts"), 2),
         (("mesh", "moe_chunks"), "2"),
+        (("mesh", "moe_chunks"), 2),  # without exchange
+        (("mesh", "moe_chunks"), -1),
+        (("mesh", "axes"), [["tensor", 2], ["pipe", 2]]),
+        (("weights", "file"), "/etc/hostname"),
+        (("assumptions",), ["none"]),
         (("state", "pools"), 2),
         (("mesh", "groups", "tensor"), [[0, 2], [1, 3]]),
         (("mesh", "rules", "decode", "heads"), "whole"),
@@ -290,6 +317,52 @@ def test_a_manifest_that_says_otherwise_is_noticed(copy, path, value):
     with pytest.raises(BundleError):
         verify_bundle(copy, steps=1)
     assert not lint_bundle(copy).passed
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda graphs: graphs.pop(3), "phase decode: stage 1 of 2 has no graphs, expected one"),
+        (lambda graphs: graphs.append(graphs[3]), "phase decode: stage 1 of 2 has 2 graphs, expected one"),
+    ],
+)
+def test_every_stage_has_one_graph(copy, change, words):
+    change_manifest(copy, lambda m: change(m["graphs"]))
+    with pytest.raises(BundleError, match=words):
+        verify_bundle(copy, steps=1)
+    assert words in faults(copy)["files"]
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        (("mesh",), []),
+        (("mesh", "groups"), None),
+        (("mesh", "stages"), None),
+        (("mesh", "stages", 0, "ranks"), [0, 1, 4, 5]),
+        (("graphs",), []),
+        (("graphs", 3, "stage"), "1"),
+        (("state",), None),
+        (("model",), None),
+        (("target", "name"), ["a3"]),
+    ],
+)
+def test_lint_says_of_any_manifest_in_a_line_that_it_is_no_such_one(copy, path, value):
+    def change(manifest) -> None:
+        at = manifest
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+
+    change_manifest(copy, change)
+    with contextlib.suppress(BundleError):
+        assert not lint_bundle(copy).passed
+
+
+def test_a_rule_that_is_missing_is_named(copy):
+    change_manifest(copy, lambda m: m["mesh"]["rules"]["decode"].pop("vocab"))
+    with pytest.raises(BundleError, match=r'mesh\.rules\.decode\.vocab is "nothing"; .* make it "tensor"'):
+        verify_bundle(copy, steps=1)
 
 
 def test_a_plan_that_cuts_elsewhere_is_noticed(copy):
@@ -418,6 +491,15 @@ def test_a_stage_that_reads_what_nobody_gives_waits_in_a_circle(copy):
 
 
 # ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_lists_the_nodes_of_all_stages(on_mesh):
+    both, second = (inspect_graph(on_mesh("pp=2,tp=2"), name) for name in ("decode", "decode_b4_s1"))
+    assert [nodes.name for nodes in both.stages] == ["decode_b4_s0", "decode_b4_s1"]
+    assert both.text().endswith(f"decode_b4_s1\n{second.text()}")
+    assert both.to_json()["decode_b4_s1"] == second.to_json()
+    with pytest.raises(BundleError, match=r"its phases are prefill, decode, its graphs prefill_b4_t16_s0, "):
+        inspect_graph(on_mesh("pp=2,tp=2"), "vision")
 
 
 def test_inspect_prints_what_a_rank_holds(on_mesh):
