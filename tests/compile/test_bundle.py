@@ -35,7 +35,8 @@ def test_a_bundle_opens_with_its_manifest_and_plan(bundle):
 
 
 def test_a_phase_that_is_not_there_is_named_with_those_that_are(bundle):
-    with pytest.raises(BundleError, match=r"no graph of phase 'train'; its phases are prefill, decode\."):
+    words = r"no graph of phase 'train'; its phases are prefill, decode, its graphs prefill_b2_t16, decode_b2\."
+    with pytest.raises(BundleError, match=words):
         open_bundle(bundle).graph("train")
 
 
