@@ -144,8 +144,11 @@ def _called(f: Any, args: Any, kwargs: Any) -> Any:
     # Without elements, on the CPU, the operator itself says the dtype.
     empty = pytree.tree_map_only(Tensor, lambda x: torch.ones((0,) * x.ndim, dtype=x.dtype), (args, kwargs))
     dtype = f(*empty[0], **empty[1]).dtype
-    like = next((x for x in given if x.is_meta and x.shape == shape), None)  # the order of its dimensions is kept
-    return torch.empty(shape, dtype=dtype, device="meta") if like is None else torch.empty_like(like, dtype=dtype)
+    like = next((x for x in given if x.is_meta and x.shape == shape), None)
+    if like is None:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    order = kwargs.get("memory_format") or torch.preserve_format  # of its dimensions: kept, unless told
+    return torch.empty_like(like, dtype=dtype, memory_format=order)
 
 
 def _shape(f: Any, given: list[Tensor], *rest: Any) -> torch.Size | None:

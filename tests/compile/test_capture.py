@@ -221,3 +221,9 @@ print("torch._dynamo" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_a_copy_has_the_order_of_dimensions_that_was_asked_for():
+    x = torch.empty(3, 4, device="meta")
+    captured = capture(lambda x: {"y": x.transpose(0, 1).reshape(-1)}, {"x": x})
+    assert [n.meta["val"].shape for n in captured.module.graph.nodes if n.op == "call_function"][-1] == (12,)

@@ -175,6 +175,7 @@ def test_a_bundle_of_a_mesh_is_its_model(on_mesh, mesh):
     assert {r.what for r in report.rows} >= {"logits", "kda.memory", "mla.latent"}
 
 
+EXCHANGE = {"exchange": True, "moe_chunks": 2, "redundant_experts": 4}
 SHARED = (  # a mesh, and how rows, caches and experts lie on it
     ("tp=4", {}),
     ("tp=2,dp=2", {}),
@@ -186,7 +187,7 @@ SHARED = (  # a mesh, and how rows, caches and experts lie on it
     ("tp=2", {"split_cache": True}),
     ("tp=3", {"pad": True, "ways": 3}),
     ("dp=2,tp=2", {"exchange": True}),
-    ("dp=2,tp=2", {"exchange": True, "moe_chunks": 2, "redundant_experts": 4}),
+    ("dp=2,tp=2", EXCHANGE),
     ("dp=2,tp=2,ep=2", {"redundant_experts": 2}),
 )
 
@@ -206,9 +207,9 @@ def test_bundles_of_every_mesh_are_their_models(on_mesh, host, name, mesh, optio
     "name, mesh, options",
     [
         ("kimi-k3.1-pro", "cp=2,tp=2", {}),
-        ("deepseek-v3.2", "tp=2", {"split_cache": True}),
         ("kimi-linear-48b", "tp=3", {"pad": True, "ways": 3, "batch": 3}),
-        ("kimi-linear-48b", "dp=2,tp=2", {"exchange": True, "moe_chunks": 2, "redundant_experts": 4}),
+        pytest.param("deepseek-v3.2", "tp=2", {"split_cache": True}, marks=pytest.mark.heavy),
+        pytest.param("kimi-linear-48b", "dp=2,tp=2", EXCHANGE, marks=pytest.mark.heavy),
     ],
     ids=str,
 )
@@ -239,7 +240,7 @@ def test_processes_find_what_lockstep_finds(on_mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [3, 9])  # while they start, and while they run
+@pytest.mark.parametrize("seconds", [pytest.param(4, marks=pytest.mark.heavy), 9])  # while they start, and run
 def test_ctrl_c_ends_all_processes_at_once_and_quietly(on_mesh, seconds):
     command = [sys.executable, "-m", "kimi_graph", "verify", str(on_mesh("pp=2,tp=2")), "--processes", "--steps", "20"]
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}

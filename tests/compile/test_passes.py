@@ -272,12 +272,12 @@ def test_arithmetic_on_weights_that_no_step_covers_is_refused(f, call):
 
 
 def test_the_refusal_names_the_line_of_the_layer():
-    """The decay's rate is a recipe of exp and neg; were it a sine, there would be no step for it."""
+    """The two halves of the up-projection are recipes of slices; were one a sine, there would be no step for it."""
     bucket = Bucket(phase="decode", rows=1, tokens=1, page=16, pages=9, sequence_pages=4, slots=2)
-    piece = capture_pieces(load_config("kimi-linear-48b"), bucket)["kda"]
-    node = next(n for n in piece.module.graph.nodes if n.target is aten.exp.default)
-    node.target = aten.sin.default
-    with pytest.raises(CompileError, match=r"layers/kda\.py:\d+: aten\.sin\.default works on weights alone"):
+    piece = capture_pieces(load_config("kimi-linear-48b"), bucket)["mla"]
+    node = next(n for n in piece.module.graph.nodes if n.target is aten.slice.Tensor and n.args[0].op == "placeholder")
+    node.target, node.args = aten.sin.default, node.args[:1]
+    with pytest.raises(CompileError, match=r"layers/mla\.py:\d+: aten\.sin\.default works on weights alone"):
         fold_piece(piece)
 
 
