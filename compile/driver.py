@@ -14,7 +14,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, MoeConfig, check_length
+from kimi_graph.config import ModelConfig, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
@@ -174,13 +174,13 @@ class Request:
 
     def _check_choices(self) -> None:
         """Choices of a mesh need one."""
-        moe = [x.ffn for x in self.config.layers if isinstance(x.ffn, MoeConfig)]
+        moe = self.config.moe
         chosen = {
             "--exchange": self.exchange,
             "--split-cache": self.split_cache,
             "--pad": self.pad,
-            "--redundant-experts": any(m.redundant for m in moe),
-            "--moe-chunks": any(m.chunks > 1 for m in moe),
+            "--redundant-experts": moe is not None and moe.redundant > 0,
+            "--moe-chunks": moe is not None and moe.chunks > 1,
         }
         if self.mesh is None and (flag := next((flag for flag, given in chosen.items() if given), None)):
             raise CompileError(f"{flag} is for many ranks; give a --mesh.")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_graph.config import ModelConfig, MoeConfig, in_chunks, with_copies
+from kimi_graph.config import ModelConfig, in_chunks, with_copies
 from kimi_graph.errors import CompileError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import model_stages
@@ -36,7 +36,8 @@ class Layout:
     def rules(self, phase: str) -> Rules:
         """Of the ranks of one stage."""
         if phase not in self._made:
-            self._made[phase] = self.rules_on(self.mesh, phase)
+            rules = self.rules_on(self.mesh, phase)
+            self._made[phase] = rules.padded(pad(self.sizes, rules) if self.pad else {})
         return self._made[phase]
 
     @functools.cached_property
@@ -44,9 +45,8 @@ class Layout:
         return {}
 
     def rules_on(self, mesh: Mesh, phase: str) -> Rules:
-        """`rules` of the same choices on another mesh."""
-        rules = preset(self.config, mesh.stage, phase, exchange=self.exchange, split_cache=self.split_cache)
-        return rules.padded(pad(self.sizes, rules) if self.pad else {})
+        """Of the same choices on any mesh, nothing padded."""
+        return preset(self.config, mesh.stage, phase, exchange=self.exchange, split_cache=self.split_cache)
 
     @functools.cached_property
     def sizes(self) -> list[Size]:
@@ -71,7 +71,7 @@ class Layout:
 
     def described(self) -> dict[str, Any]:
         """For a manifest; `layout_of` reads it."""
-        moe = _experts(self.config)
+        moe = self.config.moe
         return {
             "text": str(self.mesh),
             "exchange": self.exchange,
@@ -114,11 +114,6 @@ def arranged(config: ModelConfig, redundant_experts: int = 0, moe_chunks: int = 
     return in_chunks(with_copies(config, redundant_experts), moe_chunks)
 
 
-def _experts(c: ModelConfig) -> MoeConfig | None:
-    """The experts of a model, which are the same in all layers that have some."""
-    return next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
-
-
 def default_chunk(chunk: int, mesh: Mesh | None) -> int:
     """The largest chunk, up to `chunk`, that shares out over a mesh in prefill; the smallest that does, if none."""
     ways = 1 if mesh is None else mesh.tensor * mesh.context
@@ -148,7 +143,7 @@ def check_layout(
     if found:
         raise ShardingError(refusal(c.name, mesh, layout.sizes, found.values(), lambda m: layout.rules_on(m, "decode")))
     model_stages(c, mesh.pipe)
-    moe = _experts(c)
+    moe = c.moe
     if layout.exchange and moe is not None:
         tokens = {"prefill": chunk, "decode": 1}
         most = max((rows * tokens[p] // layout.rules(p).ways("token") for p in phases if p in tokens), default=1)
@@ -158,7 +153,7 @@ def check_layout(
 
 def _check_experts(layout: Layout) -> None:
     """Copies and chunks are of experts, and chunks of rows that are sent."""
-    moe, told = _experts(layout.config), layout.described()
+    moe = layout.config.moe
     if moe is None:
         return
     if moe.redundant:
@@ -166,7 +161,7 @@ def _check_experts(layout: Layout) -> None:
     if moe.chunks < 1:
         raise CompileError(f"--moe-chunks {moe.chunks}: the smallest is 1.")
     if moe.chunks > 1 and not layout.exchange:
-        raise CompileError(f"--moe-chunks {told['moe_chunks']}: rows are sent to their experts with --exchange alone.")
+        raise CompileError(f"--moe-chunks {moe.chunks}: rows are sent to their experts with --exchange alone.")
 
 
 def _chosen(layout: Layout, phase: str, *, rows: int, chunk: int, pages: int | None, sparse: bool) -> Iterator[Size]:

@@ -413,6 +413,11 @@ def compile(  # noqa: A001 (the command's name)
         raise typer.BadParameter(
             "--mesh says how many dies there are; leave one of them out.", param_hint="'--devices'"
         )
+    if devices is not None and (pad or exchange or split_cache or moe_chunks > 1):
+        raise typer.BadParameter(
+            "it chooses --exchange, --split-cache and --moe-chunks, and pads nothing; give a --mesh for your own.",
+            param_hint="'--devices'",
+        )
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
@@ -639,15 +644,13 @@ def shard(
         raise typer.BadParameter("say either which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
     started = time.perf_counter()
     with _without_collecting():
-        from kimi_graph.config import in_chunks, with_copies
+        from kimi_graph.compile.meshes import arranged
         from kimi_graph.parallel.mesh import Mesh
         from kimi_graph.shard import Request, explain_parameter, meshes_of, shard_model
 
         config = _load_config(model)
-        if redundant_experts:
-            config = with_copies(config, redundant_experts)
-        if moe_chunks != 1:
-            config = in_chunks(config, moe_chunks)
+        if redundant_experts or moe_chunks > 1:
+            config = arranged(config, redundant_experts, moe_chunks)
         request = Request(
             config=config,
             mesh=Mesh() if mesh is None else Mesh.parse(mesh),

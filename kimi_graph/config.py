@@ -289,6 +289,11 @@ class ModelConfig:
         return next(((m.rope, m.key_rope) for m in found if m.rope), None)
 
     @property
+    def moe(self) -> MoeConfig | None:
+        """The experts, which are the same in all layers that have some; None where none has."""
+        return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoeConfig)), None)
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()

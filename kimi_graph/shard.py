@@ -18,7 +18,7 @@ from . import formats, tree
 from .checkpoint import released_formats
 from .compile.phases import Bucket, pools, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
-from .config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, check_length
+from .config import KdaConfig, MlaConfig, ModelConfig, check_length
 from .errors import ShardingError
 from .models.counts import PARTS, part_of
 from .models.decoder import is_sparse, model_specs, state_specs
@@ -273,13 +273,8 @@ def _chunk(r: Request) -> int:
     return -(-CHUNK // unit) * unit
 
 
-def _experts(c: ModelConfig) -> MoeConfig | None:
-    """The experts of a model, which are the same in all layers that have some."""
-    return next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
-
-
 def _check_copies(c: ModelConfig, rules: Rules) -> None:
-    moe = _experts(c)
+    moe = c.moe
     if moe is not None and moe.redundant:
         legality.check_redundant(moe.experts, moe.redundant, rules.ways("experts"))
 
@@ -440,7 +435,7 @@ _PADDED = {
 
 def _expert_notes(r: Request, rules: Rules) -> Iterator[str]:
     """How rows come to experts, and where copies of experts are."""
-    moe = _experts(r.config)
+    moe = r.config.moe
     if moe is None:
         return
     ways, slots = rules.ways("experts"), rules.physical("experts", moe.slots)
@@ -452,13 +447,15 @@ def _expert_notes(r: Request, rules: Rules) -> Iterator[str]:
     if not r.exchange or ways == 1:
         return
     tokens = 1 if r.phase == "decode" else _chunk(r)
-    rows = -(-r.rows * tokens // rules.ways("token") // moe.chunks)
+    own = -(-r.rows * tokens // rules.ways("token"))
+    chunks = min(moe.chunks, own)
+    rows = -(-own // chunks)
     sizes = rows, moe.latent or r.config.embed, moe.top_k, ways, slots // ways
     if why := no_pair(target(r.target), *sizes):
         yield f"exchange: every rank reads all rows of its group, since CANN's fused pair cannot: {why}"
         return
     size = -(-buffer_bytes(*sizes) // 2**20)
-    parts = f", {moe.chunks} chunks of them" if moe.chunks > 1 else ""
+    parts = f", {chunks} chunks of them" if chunks > 1 else ""
     yield (
         f"exchange: MoeDistributeDispatchV2 and MoeDistributeCombineV2, {rows:,} rows of a rank{parts}, "
         f"up to {capacity(rows, moe.top_k, ways, slots // ways):,} come; HCCL_BUFFSIZE of {size:,} or more"
@@ -633,7 +630,7 @@ class Meshes:
     def text(self) -> str:
         memory = target(self.request.target).memory_bytes
         c = self.request.config
-        experts = max((layer.ffn.experts for layer in c.layers if isinstance(layer.ffn, MoeConfig)), default=0)
+        experts = c.moe.experts if c.moe else 0
         heads = max(m.heads for m in _mixers(c))
         rows = [("mesh", "heads", "experts", "layers", "weights of a rank", f"fits {self.request.target}")]
         for mesh, size in self.meshes:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kimi_graph.compile.driver import Request
 from kimi_graph.compile.phases import Bucket, StageParts, stage_parts
-from kimi_graph.config import MoeConfig
 from kimi_graph.parallel.experts import buffer_bytes, no_pair
 
 from .estimate import Part, layout_of, traced, workspace
@@ -87,7 +86,8 @@ def _groups(request: Request, buckets: tuple[Bucket, ...], parts: Parts, own: Sp
 
 def _window(request: Request, buckets: tuple[Bucket, ...]) -> tuple[int, str]:
     """Twice the HCCL_BUFFSIZE that CANN's pair asks for; nothing where it is not taken."""
-    moe = next(x.ffn for x in request.config.layers if isinstance(x.ffn, MoeConfig))
+    moe = request.config.moe
+    assert moe is not None, "rows go to experts where there are some"
     most, words = 0, "two of HCCL_BUFFSIZE"
     for b in (b for b in buckets if b.phase != "vision"):
         rules = layout_of(request).rules(b.phase)

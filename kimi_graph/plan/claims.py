@@ -25,7 +25,7 @@ from .network import crossing
 from .profiles import table
 from .report import duration
 from .search import Ask, Option, PlanError, base_request, evaluate, gib, make_plan
-from .sieve import Choice, Sieve, moe_of
+from .sieve import Choice, Sieve
 
 MODEL = "kimi-k3.1-pro"
 MILLION, SECONDS = 1_048_576, 60.0
@@ -181,7 +181,7 @@ def linear(factors: Factors) -> Claim:
 
 def widest(t: Target, config: ModelConfig) -> int:
     """Ranks that may share the experts: so many that slots divide, within what CANN's pair takes."""
-    moe = moe_of(config)
+    moe = config.moe
     assert moe is not None
     slots = range(moe.experts, MAX_EXPERTS + 1)
     return max(n for n in range(1, MAX_RANKS[t.soc] + 1) if any(s % n == 0 for s in slots))
@@ -189,7 +189,7 @@ def widest(t: Target, config: ModelConfig) -> int:
 
 def all_to_all(t: Target, ways: int, rows: int, config: ModelConfig, factors: Factors) -> float:
     """Seconds for a layer's rows of a rank to go to their experts, and back."""
-    moe, mesh = moe_of(config), Mesh(data=ways)
+    moe, mesh = config.moe, Mesh(data=ways)
     assert moe is not None
     size = (rows * moe.top_k, moe.latent or config.embed)
     issued = Issued("expert_dispatch", mesh.atoms("experts"), size, torch.bfloat16)
@@ -198,7 +198,7 @@ def all_to_all(t: Target, ways: int, rows: int, config: ModelConfig, factors: Fa
 
 def expert_seconds(t: Target, ways: int, rows: int, config: ModelConfig, factors: Factors) -> float:
     """Seconds of the products of a rank's experts: of their bytes, or of the rows that come."""
-    moe = moe_of(config)
+    moe = config.moe
     assert moe is not None
     numbers = 3 * moe.ffn * (moe.latent or config.embed)
     flops = 2 * rows * moe.top_k * numbers / (t.die.cube["bf16"].value * factors.cube)

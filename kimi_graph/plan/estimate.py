@@ -18,7 +18,7 @@ from kimi_graph.compile.meshes import Layout
 from kimi_graph.compile.phases import Bucket, fold_piece, pools, sharded_piece_tracer, stage_parts, uses
 from kimi_graph.compile.sharded import ShardedCapture
 from kimi_graph.compile.targets import Target
-from kimi_graph.config import MlaConfig, MoeConfig
+from kimi_graph.config import MlaConfig
 from kimi_graph.models.decoder import Use
 from kimi_graph.parallel import Mesh
 
@@ -214,7 +214,7 @@ class Machine:
 def machine(request: Request, factors: Factors, b: Bucket, *, quantile: str = "median") -> Machine:
     """How a bucket's rows go to experts. `quantile`: "even", "median" or "high", see `routing`."""
     mesh, c = mesh_of(request), request.config
-    moe = next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
+    moe = c.moe
     spread, chunks = Spread(), 1
     if moe is not None and b.phase != "vision":
         rules = layout_of(request).rules(b.phase)

@@ -449,7 +449,7 @@ def _asides(request: Request, b: Bucket) -> Iterator[Line]:
     if c.residual_block is not None:
         words = f"{2 * c.residual_block} sites x 512 tokens x {c.embed:,} x 4 B; graphs mix in one phase, without them"
         yield aside("attention residuals in two phases", "residuals", "float32", statistics_bytes(c, 512), words)
-    if moe := next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None):
+    if moe := c.moe:
         count = sum(isinstance(x.ffn, MoeConfig) for x in c.layers)
         words = f"{count} layers x {moe.experts} x {c.embed:,} x 4 B, on every rank that has a part of each"
         yield aside("router in float32", "router", "float32", 4 * count * moe.experts * c.embed, words)

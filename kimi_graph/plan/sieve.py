@@ -17,7 +17,7 @@ from kimi_graph.compile import caches
 from kimi_graph.compile.driver import Request
 from kimi_graph.compile.meshes import Layout, arranged
 from kimi_graph.compile.phases import pools
-from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig, check_length
+from kimi_graph.config import MlaConfig, ModelConfig, check_length
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import parameter_bytes
 from kimi_graph.parallel import Mesh, Rules, place, preset
@@ -69,10 +69,6 @@ def like(request: Request, **changes: Any) -> Request:
     made = replace(request, **changes)
     made.__dict__["native"] = request.native
     return made
-
-
-def moe_of(c: ModelConfig) -> MoeConfig | None:
-    return next((x.ffn for x in c.layers if isinstance(x.ffn, MoeConfig)), None)
 
 
 @functools.lru_cache(maxsize=8)
@@ -136,7 +132,7 @@ class Sieve:
 
     def _working(self, choice: Choice) -> float:
         """About what a prefill step takes: rows of experts, running sum and closed blocks, buffers of HCCL."""
-        c, mesh, moe = self.c, choice.mesh, moe_of(self.c)
+        c, mesh, moe = self.c, choice.mesh, self.c.moe
         tokens = max(1, self.base.rows // mesh.data) * choice.chunk
         values = tokens * c.embed * 2 * (8 + (len(c.layers) // c.residual_block if c.residual_block else 0))
         if moe is None:
@@ -157,7 +153,7 @@ class Sieve:
 
     def _exchanged(self, plain: Choice) -> Iterator[Choice]:
         """With rows sent to their experts, where CANN's pair can."""
-        c, mesh, moe = self.c, plain.mesh, moe_of(self.c)
+        c, mesh, moe = self.c, plain.mesh, self.c.moe
         world = mesh.data * mesh.tensor
         if moe is None or mesh.experts == 1 or self.base.rows % world:
             return
@@ -182,7 +178,7 @@ class Sieve:
 
     def request(self, choice: Choice) -> Request:
         """The request on a mesh."""
-        c = arranged(self.c, getattr(moe_of(self.c), "redundant", 0), choice.chunks) if choice.chunks > 1 else self.c
+        c = arranged(self.c, getattr(self.c.moe, "redundant", 0), choice.chunks) if choice.chunks > 1 else self.c
         return like(
             self.base, config=c, mesh=choice.mesh, exchange=choice.exchange, split_cache=choice.split_cache,
             chunk=min(choice.chunk, self.base.max_len),
@@ -241,7 +237,7 @@ class Sieve:
 
     def promise(self, choice: Choice) -> Held:
         """What a mesh could do at best."""
-        c, t, mesh, f, moe = self.c, self.base.target, choice.mesh, self.f, moe_of(self.c)
+        c, t, mesh, f, moe = self.c, self.base.target, choice.mesh, self.f, self.c.moe
         own, ends, experts = self._weights(choice)
         everything = sum(own[i] for i in self.census.alike) + sum(ends)
         states = sum(size * self._read(i) for i, size in self._states(choice).items())
@@ -280,7 +276,7 @@ class Sieve:
                 return 0.0
             return crossing(Issued(name, axes, (int(rows), width), torch.bfloat16), mesh.stage, links, f).seconds
 
-        moe, layers = moe_of(c), len(c.layers)
+        moe, layers = c.moe, len(c.layers)
         total = 2 * layers * one("all_reduce", tensor, c.embed, rows)
         if moe is None:
             return total

@@ -19,7 +19,7 @@ from kimi_graph.checkpoint import write_shards
 from kimi_graph.compile import air
 from kimi_graph.compile.bundle import GRAPHS, MANIFEST, WEIGHTS, dump, file_hash, open_bundle, read_json
 from kimi_graph.compile.cost import inspect_cost
-from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.driver import Request, compile_model
 from kimi_graph.compile.ge_proto import ModelDef, dtype_of, shape_of
 from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
 from kimi_graph.compile.lint import lint_bundle
@@ -146,6 +146,14 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_is_traced(compile_smal
     monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
     with pytest.raises((ShardingError, CompileError), match=message):
         compile_small(None, mesh=None if mesh is None else Mesh.parse(mesh), **options)
+
+
+def test_the_nearest_mesh_that_is_named_needs_no_padding():
+    """Six heads, a vocabulary of 512: tp=3 is as near to 4, and has to be padded."""
+    small = parse_config(small_config(load_config("kimi-linear-48b"), ways=3), origin="six heads", name="six")
+    request = Request(config=small, target=target("a3"), max_len=64, mesh=Mesh.parse("tp=4"), pad=True, chunk=64)
+    with pytest.raises(ShardingError, match=r"everything divides, nothing padded: 2\."):
+        request.check()
 
 
 def test_of_sizes_that_were_chosen_no_other_mesh_is_proposed(compile_small):
