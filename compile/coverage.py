@@ -14,7 +14,7 @@ from typing import Any
 
 import kimi_graph.ops
 from kimi_graph.checkpoint import released_formats
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import ModelConfig, arranged
 from kimi_graph.errors import CompileError
 from kimi_graph.models.decoder import model_specs
 from kimi_graph.parallel import Mesh, Rules
@@ -25,7 +25,7 @@ from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, GraphDef
 from .limits import LIMITS, Met, Use
 from .lower import Choice
-from .meshes import arranged, default_chunk
+from .meshes import default_chunk
 from .packages import Needed, folder_of, packages_of
 from .phases import Bucket, uses
 from .prototype_rows import ROWS

@@ -14,7 +14,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, check_length
+from kimi_graph.config import ModelConfig, arranged, check_length
 from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
@@ -31,7 +31,7 @@ from .ge_proto import ModelDef, OpDef, is_tiled
 from .lower import Choice, Weights
 from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
-from .meshes import Layout, arranged, check_layout, default_chunk
+from .meshes import Layout, check_layout, default_chunk
 from .order import order_collectives
 from .origins import Origins, source_of
 from .packages import package_lines, packages_of

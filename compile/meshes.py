@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kimi_graph.config import ModelConfig, in_chunks, with_copies
+from kimi_graph.config import ModelConfig, arranged
 from kimi_graph.errors import CompileError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import model_stages
@@ -22,7 +22,7 @@ class Layout:
     """A model on the ranks of a mesh.
 
     Attributes:
-        config: of the model as graphs have it, see `arranged`.
+        config: of the model as graphs have it, see `config.arranged`.
         mesh: numbers of rows, slots and pages beside it are those of all its ranks.
         exchange, split_cache: see `presets.preset`. pad: the vocabulary and experts are padded where they must be.
     """
@@ -107,11 +107,6 @@ def layout_of(config: ModelConfig, entry: Mapping[str, Any]) -> Layout:
     except CompileError as error:
         raise ShardingError(str(error)) from None
     return layout
-
-
-def arranged(config: ModelConfig, redundant_experts: int = 0, moe_chunks: int = 1) -> ModelConfig:
-    """A model with copies of experts, whose rows go to them in chunks; the model itself where neither is asked for."""
-    return in_chunks(with_copies(config, redundant_experts), moe_chunks)
 
 
 def default_chunk(chunk: int, mesh: Mesh | None) -> int:

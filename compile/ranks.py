@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_packed
-from kimi_graph.config import ModelConfig, MoeConfig
+from kimi_graph.config import ModelConfig, MoeConfig, arranged
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh, Rules, balance
@@ -34,7 +34,7 @@ from .executor.lockstep import Groups, Steps
 from .ge_proto import ModelDef, TensorDescriptor, shape_of
 from .manifest import layout_in
 from .mesh_manifest import as_dims, own_axes
-from .meshes import Layout, arranged
+from .meshes import Layout
 from .places import bind_rank, placed_groups
 from .weight_formats import bound
 

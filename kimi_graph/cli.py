@@ -644,7 +644,7 @@ def shard(
         raise typer.BadParameter("say either which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
     started = time.perf_counter()
     with _without_collecting():
-        from kimi_graph.compile.meshes import arranged
+        from kimi_graph.config import arranged
         from kimi_graph.parallel.mesh import Mesh
         from kimi_graph.shard import Request, explain_parameter, meshes_of, shard_model
 

@@ -309,6 +309,11 @@ def in_chunks(config: ModelConfig, chunks: int) -> ModelConfig:
     return _with_experts(config, chunks=chunks)
 
 
+def arranged(config: ModelConfig, redundant_experts: int = 0, moe_chunks: int = 1) -> ModelConfig:
+    """A model with copies of experts, whose rows go to them in chunks; the model itself where neither is asked for."""
+    return in_chunks(with_copies(config, redundant_experts), moe_chunks)
+
+
 def _with_experts(config: ModelConfig, **fields: int) -> ModelConfig:
     def layer(x: LayerConfig) -> LayerConfig:
         return dataclasses.replace(x, ffn=dataclasses.replace(x.ffn, **fields)) if isinstance(x.ffn, MoeConfig) else x

@@ -13,10 +13,9 @@ from kimi_graph.checkpoint import released_formats
 from kimi_graph.compile import weight_formats
 from kimi_graph.compile.caches import CHIPS
 from kimi_graph.compile.driver import Request, legal_phases
-from kimi_graph.compile.meshes import arranged
 from kimi_graph.compile.targets import Target
 from kimi_graph.compile.weight_formats import kept_form
-from kimi_graph.config import MlaConfig, ModelConfig, check_length
+from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length
 from kimi_graph.errors import KimiGraphError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh

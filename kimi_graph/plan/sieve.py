@@ -15,9 +15,9 @@ import torch
 from kimi_graph import tree
 from kimi_graph.compile import caches
 from kimi_graph.compile.driver import Request
-from kimi_graph.compile.meshes import Layout, arranged
+from kimi_graph.compile.meshes import Layout
 from kimi_graph.compile.phases import pools
-from kimi_graph.config import MlaConfig, ModelConfig, check_length
+from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import parameter_bytes
 from kimi_graph.parallel import Mesh, Rules, place, preset

@@ -6,9 +6,8 @@ import pytest
 
 from kimi_graph.checkpoint import released_formats
 from kimi_graph.compile.driver import Request, compile_bundle, legal_phases
-from kimi_graph.compile.meshes import arranged
 from kimi_graph.compile.targets import target
-from kimi_graph.config import ModelConfig, check_length
+from kimi_graph.config import ModelConfig, arranged, check_length
 from kimi_graph.errors import ConfigError
 from kimi_graph.fixture import small_config
 from kimi_graph.models import decoder
