@@ -20,8 +20,9 @@ SOCS = ("ascend910b", "ascend910_93", "ascend950")
 _TOP = f"""\
 cmake_minimum_required(VERSION 3.16)
 project({MARK})
-find_package(ASC REQUIRED)
+find_package(ASC REQUIRED HINTS $ENV{{ASCEND_HOME_PATH}}/compiler/tikcpp/ascendc_kernel_cmake)
 
+set(CMAKE_CXX_STANDARD 17)
 if(NOT DEFINED ASCEND_COMPUTE_UNIT)
   set(ASCEND_COMPUTE_UNIT {" ".join(SOCS)})
 endif()
@@ -33,10 +34,10 @@ add_subdirectory(op_kernel)
 """
 
 _HOST = """\
-set(sources
+set(sources  # whole paths: definitions are compiled by make, from another folder
 {sources}
 )
-npu_op_code_gen(SRC ${{sources}} PACKAGE ${{package_name}} OUT_DIR ${{ASCEND_AUTOGEN_PATH}})
+npu_op_code_gen(SRC ${{sources}} PACKAGE ${{package_name}} OUT_DIR ${{ASCEND_AUTOGEN_PATH}} COMPILE_OPTIONS -std=c++17)
 file(GLOB aclnn ${{ASCEND_AUTOGEN_PATH}}/aclnn_*.cpp)
 file(GLOB proto ${{ASCEND_AUTOGEN_PATH}}/op_proto.cc)
 set_source_files_properties(${{aclnn}} ${{proto}} PROPERTIES GENERATED TRUE)
@@ -66,8 +67,8 @@ On a machine with CANN (its development kit, CMake 3.16 or newer), in this folde
 {commands}
 ```
 
-`{soc}` is for A3; A2 is `{a2}`, 950 `{a5}`. The last line installs into $ASCEND_OPP_PATH/vendors, or with
-`--install-path=DIR` into another folder: then `source DIR/vendors/{vendor}/bin/set_env.bash` before `atc` and before the
+`{soc}` is A3, `{a2}` A2, `{a5}` 950. The last line installs into $ASCEND_OPP_PATH/vendors, or with
+`--install-path=DIR` into another folder: then `source DIR/vendors/{vendor}/bin/set_env.bash` before `atc` and the
 program that runs a graph, as both look operators up. `op_graph/` says what the graph's nodes look like; the build makes
 its own prototype of the definition.
 """
@@ -130,7 +131,7 @@ def project_files() -> dict[str, bytes]:
     texts |= {
         "CMakeLists.txt": _TOP,
         "README.md": _README.format(**words, commands="\n".join(commands(SOCS[1]))),
-        "op_host/CMakeLists.txt": _HOST.format(sources="\n".join(f"  {path}" for path in hosts)),
+        "op_host/CMakeLists.txt": _HOST.format(sources="\n".join(f"  ${{CMAKE_CURRENT_SOURCE_DIR}}/{path}" for path in hosts)),
         "op_kernel/CMakeLists.txt": _KERNEL.format(sources=kernel_sources),
     }
     return {path: texts[path].encode() for path in sorted(texts)}
