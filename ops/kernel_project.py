@@ -122,7 +122,11 @@ def project_files() -> dict[str, bytes]:
     """The project: its files' bytes by their paths in it, in the order of the paths."""
     names = kernels()
     texts = {path: text for name in names for path, text in _sources(name)}
-    hosts = [path.removeprefix("op_host/") for path in sorted(texts) if re.fullmatch(r"op_host/.*\.cpp", path)]
+    hosts = [
+        path.replace("op_host/", "  ${CMAKE_CURRENT_SOURCE_DIR}/", 1)
+        for path in sorted(texts)
+        if path.startswith("op_host/") and path.endswith(".cpp")
+    ]
     kernel_sources = "".join(
         f"npu_op_kernel_sources(ascendc_kernels OP_TYPE {type_of(name)} KERNEL_DIR {name} KERNEL_FILE {name}.cpp)\n"
         for name in names
@@ -131,7 +135,7 @@ def project_files() -> dict[str, bytes]:
     texts |= {
         "CMakeLists.txt": _TOP,
         "README.md": _README.format(**words, commands="\n".join(commands(SOCS[1]))),
-        "op_host/CMakeLists.txt": _HOST.format(sources="\n".join(f"  ${{CMAKE_CURRENT_SOURCE_DIR}}/{path}" for path in hosts)),
+        "op_host/CMakeLists.txt": _HOST.format(sources="\n".join(hosts)),
         "op_kernel/CMakeLists.txt": _KERNEL.format(sources=kernel_sources),
     }
     return {path: texts[path].encode() for path in sorted(texts)}
