@@ -8,6 +8,7 @@ env.sh                environment of every rank
 hosts/NAME/run.sh     starts the ranks of a host, and ends all when one fails
 ranks/R.txt           what rank R is: device, groups, places, options of GE, graphs
 graphs/NAME.txt       what a graph's inputs, weights, states and results are, by index
+weights/R.txt         where each weight of rank R lies, if `kimi-graph weights` has made them
 atc.sh                offline models of graphs without collectives
 cluster/              CANN up to 8.3, where its atc builds models of many ranks
 loader/               a C++ program that runs a rank through GE's session interface
@@ -16,6 +17,7 @@ loader/               a C++ program that runs a rank through GE's session interf
 run on a device. Sources: fact sheet of Ascend, D.1 to D.3; GE's documents of its session interface and its options.
 """
 
+import functools
 import hashlib
 import shutil
 import stat
@@ -32,7 +34,7 @@ from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
-from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
+from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle, read_json
 from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
@@ -66,6 +68,13 @@ class Deployment:
     cann: str
     models: Mapping[str, ModelDef]
     mesh: Mesh
+
+    @functools.cached_property
+    def written(self) -> dict[str, Any] | None:
+        """The index of weights that were made ahead; None where those of a rank were not."""
+        index = self.bundle.folder / "weights" / "index.json"
+        found = read_json(index) if index.is_file() else {"ranks": []}
+        return found if set(range(self.mesh.world)) <= set(found["ranks"]) else None
 
     @property
     def groups(self) -> list[Communicator]:
@@ -241,6 +250,8 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
         yield f"graphs/{entry['name']}.txt", _lines(_graph_lines(d, entry))
     for p in d.places:
         yield f"ranks/{p.rank}.txt", _lines(_rank_lines(d, p))
+        if d.written is not None:
+            yield f"weights/{p.rank}.txt", _lines(_weight_lines(d.written, p.rank))
     for host in d.hosts.hosts:
         yield f"hosts/{host.name}/run.sh", _run_script(d, [p for p in d.places if p.host is host])
     if alone := [g for g in d.bundle.manifest["graphs"] if d.alone(g)]:
@@ -321,12 +332,20 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
         yield "run", entry["name"]
 
 
+def _weight_lines(index: Mapping[str, Any], rank: int) -> Iterator[tuple[object, ...]]:
+    """Where each weight of a rank lies: name, file in the bundle's `weights/`, offset, bytes."""
+    for file, entry in sorted(index["files"].items()):
+        if rank in entry["ranks"]:
+            for name, w in sorted(entry["weights"].items()):
+                yield name, file, w["offset"], w["bytes"]
+
+
 _ENV = """\
 # Environment of every rank; `source` it. Made by kimi-graph deploy.
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 export DEPLOY="$here"
 : "${{BUNDLE:?say where the bundle is: export BUNDLE=/path/to/{name}}}"
-: "${{WEIGHTS:?say where the weights of the ranks are: export WEIGHTS=/path/to/weights}}"
+: "${{WEIGHTS:=$BUNDLE/weights}}"
 source "${{ASCEND_HOME_PATH:-/usr/local/Ascend/cann}}/set_env.sh"
 {lines}"""
 

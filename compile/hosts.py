@@ -139,6 +139,10 @@ def read_hosts(file: Path, target: Target, ranks: int, mesh: str) -> Hosts:
     return hosts
 
 
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class _Reader:
     file: Path
@@ -249,6 +253,7 @@ class _Reader:
     # ---- all hosts ---------------------------------------------------------------------------------------------------
 
     def check_counts(self, hosts: Hosts, ranks: int, mesh: str) -> None:
+        self.unique("name", ((f"hosts[{i}]", host.name) for i, host in enumerate(hosts.hosts)))
         counts = {host.name: len(host.devices) for host in hosts.hosts}
         total, each = sum(counts.values()), hosts.each
         if odd := next((name for name, count in counts.items() if count != each), None):
@@ -259,14 +264,15 @@ class _Reader:
             )
         if each > host_size(self.target):
             self.fail(f"{each} devices of a host; a host of {self.target.name} has {host_size(self.target)} at most.")
+        have = f"{_many(len(counts), 'host')} with {_many(total, 'device')}"
         if total < ranks:
-            more = f", {-(-(ranks - total) // each)} more hosts like these" if each else ""
+            more = -(-(ranks - total) // each)
             self.fail(
-                f"{len(counts)} hosts with {total:,} devices; {mesh} has {ranks:,} ranks and takes as many "
-                f"devices ({ranks - total:,} are missing{more})."
+                f"{have}; {mesh} has {ranks:,} ranks and takes as many devices: {ranks - total:,} are missing, "
+                f"{_many(more, 'more host')} like these."
             )
         if total > ranks:
-            self.fail(f"{len(counts)} hosts with {total:,} devices; {mesh} has {ranks:,} ranks: list these {ranks:,}.")
+            self.fail(f"{have}; {mesh} has {ranks:,} ranks: list the devices that run them, no others.")
 
     def unique(self, what: str, values: Iterable[tuple[str, Any]]) -> None:
         seen: dict[Any, str] = {}
@@ -278,7 +284,6 @@ class _Reader:
     def check_addresses(self, hosts: Hosts) -> None:
         """Names and addresses are nobody else's; those of devices are there where ranks need them, and of one kind."""
         places = hosts.places()
-        self.unique("name", ((f"hosts[{i}]", host.name) for i, host in enumerate(hosts.hosts)))
         self.unique("ip", ((f"host {host.name}", host.ip) for host in hosts.hosts))
         self.unique("ip", ((f"device {p.device.id} of host {p.host.name}", p.device.ip) for p in places))
         with_ip = [p for p in places if p.device.ip is not None]

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kimi_graph.ops.kernel_project import commands
+
 from .packages import PACKAGES, Needed
 from .rank_tables import builds_clusters, table_version
 
@@ -82,28 +84,35 @@ def _operators(d: "Deployment") -> str:
     if not needed:
         return "## 2. Operators\n\nThe graphs have CANN's operators alone; nothing is installed."
     (n,) = needed
-    build = PACKAGES[n.provider].build.format(ops=";".join(n.types))
+    build = [PACKAGES[n.provider].build.format(ops=";".join(n.types)), "./custom_opp_*.run"]
+    if n.provider == "own":
+        build = list(commands(d.target.op_soc, "$BUNDLE/kernels"))
+    lines = "\n".join(build)
     return (
         "## 2. Operators\n\n"
         f"The graphs need {n.text()}. Build it once for {d.target.op_soc}, install it on every host, and have no other "
         "operator package there:\n\n"
-        f"```bash\n{build}                       # where CANN's development kit is; its README has the build\n"
-        "./custom_opp_*.run --install-path=/opt/operators   # on every host\n"
-        "export OPERATORS=/opt/operators                    # env.sh sources what the package sets\n```"
+        f"```bash\n{lines}   # on every host; with --install-path=/opt/operators:\n"
+        "export OPERATORS=/opt/operators   # env.sh sources what the package sets\n```"
     )
 
 
 def _weights(d: "Deployment", bundle: str) -> str:
     if "constants" in d.bundle.manifest["weights"]:
-        return "## 3. Weights\n\nThe bundle holds them (`constants.bin`); `export WEIGHTS=none`."
+        return "## 3. Weights\n\nThe bundle holds them (`constants.bin`)."
     memory = d.bundle.manifest["memory"]
     stages = memory.get("stages", [memory])
     total = sum(s["weights"] for s in stages) * d.mesh.stage.world
+    there = "`weights/*.txt` say where they are" if d.written else (
+        "**They were not there when this was written**: make them, then run `kimi-graph deploy` again; it writes "
+        "`weights/*.txt`, which say where they are"
+    )  # fmt: skip
     return (
         "## 3. Weights\n\n"
-        f"The ranks read {_size(total)} in all. The loader takes them from `$WEIGHTS/rank<R>.txt`, a line `name file "
-        "offset bytes` for each weight, files from `$WEIGHTS` on; ranks that hold the same may name the same file.\n\n"
-        f"```bash\nkimi-graph weights {bundle} --checkpoint CHECKPOINT    # writes them\n```"
+        f"The ranks read {_size(total)} in all. {there}: a line `name file offset bytes` for each weight of a rank, of "
+        "files in "
+        "`$WEIGHTS`, by default the bundle's `weights/`. A host needs the files that its ranks name, no others.\n\n"
+        f"```bash\nkimi-graph weights {bundle} --checkpoint CHECKPOINT\n```"
     )
 
 
@@ -132,7 +141,7 @@ def _start(d: "Deployment", bundle: str) -> str:
     )
     return (
         f"## 5. Start\n\nFirst compile and load, without a step.{together}\n\n"
-        f"```bash\nexport BUNDLE=/path/to/{bundle} WEIGHTS=/path/to/weights "
+        f"```bash\nexport BUNDLE=/path/to/{bundle} "
         f"LOGS=/var/log/kimi-graph\n{hosts}{more}\n```"
         "\n\nEach rank ends with `rank R: compiled G graphs, W bytes of weights, S bytes of states`. Then steps: a "
         "folder for "

@@ -6,10 +6,10 @@
 //   kimi_graph_loader --bundle DIR --deploy DIR --rank R --weights DIR [--compile-only | --steps DIR --out DIR]
 //                     [--deterministic]
 //
-// DEPLOY/ranks/R.txt and DEPLOY/graphs/*.txt say what the rank is and what its graphs read, in lines of words.
-// WEIGHTS/rankR.txt: `name file offset bytes` for each weight. STEPS/<n>/phase names the phase of a step,
-// STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads of an earlier one
-// is waited for there: OUT is a folder that all hosts see.
+// DEPLOY/ranks/R.txt and DEPLOY/graphs/*.txt say what the rank is and what its graphs read, in lines of words;
+// DEPLOY/weights/R.txt has `name file offset bytes` for each weight, of files in WEIGHTS. STEPS/<n>/phase names the phase
+// of a step, STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads of an
+// earlier one is waited for there: OUT is a folder that all hosts see.
 
 #include <algorithm>
 #include <chrono>
@@ -354,7 +354,7 @@ class Rank {
       size_t offset, bytes;
     };
     std::map<std::string, Part> known;
-    const fs::path table = args_.weights / ("rank" + std::to_string(plan_.rank) + ".txt");
+    const fs::path table = args_.deploy / "weights" / (std::to_string(plan_.rank) + ".txt");
     const bool any = std::any_of(graphs_.begin(), graphs_.end(), [](const GraphPlan& g) {
       return std::any_of(g.inputs.begin(), g.inputs.end(), [](const Port& p) { return p.kind == "weight"; });
     });

@@ -214,9 +214,12 @@ class Session {
     for (size_t i = 0; i < inputs.size(); ++i) {
       const TensorDesc desc = inputs[i].GetTensorDesc();
       if (desc.GetPlacement() != kPlacementDevice) return 9;
-      uint64_t sum = 0;  // FNV-1a of the bytes
-      sum = 1469598103934665603ULL;
-      for (size_t n = 0; n < inputs[i].GetSize(); ++n) sum = (sum ^ inputs[i].GetData()[n]) * 1099511628211ULL;
+      uint32_t low = 1, high = 0;  // Adler-32 of the bytes
+      for (size_t n = 0; n < inputs[i].GetSize(); ++n) {
+        low = (low + inputs[i].GetData()[n]) % 65521;
+        high = (high + low) % 65521;
+      }
+      const uint32_t sum = high << 16 | low;
       std::string line = "in " + std::to_string(i) + " " + std::to_string(desc.GetDataType()) + " " +
                          std::to_string(desc.GetFormat()) + " " + std::to_string(inputs[i].GetSize()) + " " +
                          std::to_string(sum);
