@@ -36,7 +36,7 @@ def meshed(family_bundle):
 @pytest.fixture(scope="module")
 def paired(host, tmp_path_factory):
     """A bundle whose graphs send rows to their experts, so that a rank's place is an attribute. Read only."""
-    source = json.loads(json.dumps(small_config(load_config("kimi-k3.1-pro"))))
+    source = json.loads(json.dumps(small_config(load_config("kimi-k3.1-pro"), 2)))
     source["text_config"]["routed_expert_hidden_size"] = 1024
     config = parse_config(source, origin="wide", name="wide")
     out = tmp_path_factory.mktemp("paired") / "bundle"
