@@ -157,10 +157,10 @@ def source_digest() -> str:
 
 
 def digest_of(package: Path) -> str:
-    """SHA-256 over the Python files of a copy of kimi-graph, by their paths in the package."""
+    """SHA-256 over the files of a copy of kimi-graph (bundles hold the kernels' too), by their paths in the package."""
     digest = hashlib.sha256()
     for folder in (package, *(package / name for name in sorted(LINKED))):
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.parent.name != "__pycache__"):
             data = path.read_bytes()
             digest.update(f"{path.relative_to(package).as_posix()}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()

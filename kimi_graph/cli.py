@@ -941,7 +941,10 @@ def export_kernels(
     kimi-graph kernels export build/kernels
     """
     started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import SOCS, commands
     from kimi_graph.ops.kernel_project import export_kernels as export
 
     made = export(out, overwrite=overwrite)
+    print(f"on a host with CANN, in {out} (for A3; A2 is {SOCS[0]}, 950 is {SOCS[2]}):")
+    print("\n".join(f"  {line}" for line in commands(SOCS[1])))
     _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)
