@@ -19,6 +19,7 @@ from kimi_graph.errors import CompileError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
+from kimi_graph.ops.kernel_project import operators, project_files
 from kimi_graph.parallel import Mesh, Rules
 
 from . import air, bundle, constants
@@ -34,7 +35,7 @@ from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
 from .meshes import Layout, check_layout, default_chunk
 from .order import order_collectives
 from .origins import Origins, source_of
-from .packages import package_lines, packages_of
+from .packages import own_types, package_lines, packages_of
 from .passes import bytes_only, weight_name
 from .phases import (
     Bucket,
@@ -601,14 +602,15 @@ def compile_bundle(
     with clock.step("write"):
         files = {f"{bundle.GRAPHS}/{g.name}.air": air.to_bytes(g.model) for g in graphs}
         files[bundle.WEIGHTS] = bundle.dump(plan)
+        files |= kernel_files(graphs)
         files[bundle.SOURCES] = bundle.dump({g.name: g.origins for g in graphs})
         if checkpoint is not None:
             files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
         manifest = make_manifest(request, host, graphs, files, plan["weights"])
         if out is not None:
             with bundle.writing(out) as folder:
-                (folder / bundle.GRAPHS).mkdir()
                 for name, data in files.items():
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (folder / name).write_bytes(data)
                 if request.constants:
                     assert checkpoint is not None
@@ -617,6 +619,13 @@ def compile_bundle(
                     manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": bundle.file_hash(where)}
                 (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
     return manifest
+
+
+def kernel_files(graphs: Iterable[Graph]) -> dict[str, bytes]:
+    """The project that builds our operators, by names in the bundle; nothing where no graph has one."""
+    if not own_types(types_of(graphs)):
+        return {}
+    return {f"{bundle.KERNELS}/{name}": data for name, data in project_files().items()}
 
 
 def build_all(request: Request, b: Bucket, host: Host, clock: Clock) -> list[Graph]:
@@ -639,6 +648,7 @@ def make_manifest(
     state = state_contract(c, b, [g.model for g in graphs], request.kv_dtype)
     if layout is not None:
         state = shared_states(layout, request.kv_dtype, b, state)
+    project = {name: data for name, data in files.items() if name.startswith(f"{bundle.KERNELS}/")}
     entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
     return {
         "format": bundle.FORMAT,
@@ -660,6 +670,7 @@ def make_manifest(
             for part, choices in g.choices.items()
             for choice in choices
         ],
+        "kernels": bundle.kernels_entry(project, operators()) if project else None,
         "packages": [needed.to_json() for needed in packages_of(types_of(graphs))],
         "assumptions": list(c.assumptions),
         "unproved": unproved(graphs),
@@ -681,10 +692,8 @@ def types_of(graphs: Iterable[Graph]) -> set[str]:
 def unproved(graphs: list[Graph]) -> list[str]:
     """What no CPU can show of these graphs, in words."""
     types = types_of(graphs)
-    own = sorted(name for name in types if name in ROWS and ROWS[name].provider == "own")
-    ours = (
-        [f"{', '.join(own)}: operators of this project; their device kernels are not part of a bundle."] if own else []
-    )
+    own = own_types(types)
+    ours = [f"{', '.join(own)}: {OURS}"] if own else []
     tiled = any(is_tiled(op.output_desc[0]) for g in graphs for op in g.model.graph[0].op if op.type == "Data")
     rows = "KvQuantSparseFlashAttention" in types
     theirs = sorted(name for name in types if name in ROWS and ROWS[name].provider == "vllm-ascend")
@@ -692,6 +701,10 @@ def unproved(graphs: list[Graph]) -> list[str]:
     return [*UNPROVED, *ours, *([TILED] if tiled else []), *([QUANTISED_ROWS] if rows else [])]
 
 
+OURS = (
+    "operators of this project. The bundle has the sources of their kernels, which a host with CANN builds; no "
+    "device's compiler has read them, and they have run on the CPU twin alone."
+)
 AS_NODES = (
     "operators of vllm-ascend's package, which has to be installed. They have run on devices, called one by one; that "
     "they run as nodes of a graph that GE compiles nobody has said."

@@ -704,6 +704,8 @@ def ops(
     kimi-graph ops kimi-k3.1-pro --target a3 --cann 9.1 --mesh pp=4,tp=32
     kimi-graph ops kimi-linear-48b --target a3 --providers builtin,vllm-ascend,composed --markdown
     """
+    if as_json and markdown:
+        raise typer.BadParameter("a report is either --markdown or --json.", param_hint="'--markdown'")
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
@@ -934,7 +936,10 @@ def export_kernels(
     kimi-graph kernels export build/kernels
     """
     started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import SOCS, commands
     from kimi_graph.ops.kernel_project import export_kernels as export
 
     made = export(out, overwrite=overwrite)
+    print(f"on a host with CANN, in {out} (for A3; A2 is {SOCS[0]}, 950 is {SOCS[2]}):")
+    print("\n".join(f"  {line}" for line in commands(SOCS[1])))
     _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)

@@ -445,7 +445,7 @@ def test_ranks_at_another_place_are_noticed(placed, monkeypatch):
 def test_what_compile_writes_is_proved(on_mesh, host, mesh):
     report = lint_bundle(on_mesh(mesh), host.root)
     assert report.passed, report.text()
-    assert [p.name for p in report.proofs] == ["files", "graphs", "groups", "collectives", "sums", "stages"]
+    assert [p.name for p in report.proofs] == ["files", "kernels", "graphs", "groups", "collectives", "sums", "stages"]
 
 
 def test_a_bundle_of_one_rank_is_proved_too(bundle, host):
