@@ -190,8 +190,8 @@ def _row_lines(row: Served) -> Iterator[str]:
 
 
 def _wrapped(head: str, words: str) -> list[str]:
-    indents = {"initial_indent": head, "subsequent_indent": " " * max(4, len(head))}
-    return textwrap.wrap(words, WIDTH, **indents, break_on_hyphens=False, break_long_words=False)
+    wrapper = textwrap.TextWrapper(WIDTH, head, " " * max(4, len(head)), break_on_hyphens=False, break_long_words=False)
+    return wrapper.wrap(words)
 
 
 def _cells(cells: Iterable[str]) -> str:

@@ -114,7 +114,7 @@ POWERS = "one of 1, 2, 4, 8, 16, 32, 64, 128"
 @pytest.mark.parametrize("chip", ["a3", "950dt"])
 @pytest.mark.parametrize("name", HEADS)
 def test_every_limit_is_said_with_the_number_of_a_rank_at_1_8_and_32_ways(covered, name, chip, cann):
-    """Whether heads have to be a power of two is the operator's and the chip's: then they are padded, and that is said."""
+    """Whether heads have to be a power of two is the operator's, chip's and release's; padding is said."""
     for tp in (1, 8, 32):
         found = covered(name, chip, cann, mesh=None if tp == 1 else f"tp={tp}", whole=True)
         assert found.passed, found.summary
