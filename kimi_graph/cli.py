@@ -711,6 +711,8 @@ def ops(
     kimi-graph ops kimi-k3.1-pro --target a3 --cann 9.1 --mesh pp=4,tp=32
     kimi-graph ops kimi-linear-48b --target a3 --providers builtin,vllm-ascend,composed --markdown
     """
+    if as_json and markdown:
+        raise typer.BadParameter("a report is either --markdown or --json.", param_hint="'--markdown'")
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target

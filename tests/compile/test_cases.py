@@ -1,7 +1,7 @@
 """Public cases: what happened to others, and the right outcome in a compiled bundle.
 
-They are held first where they belong: config parsing (C5, C8, K11, R1, R7), checkpoints (W10, W11, A4), KDA (K1, K4)
-and the router (K11). Here each meets graphs and bundles.
+They are held first where they belong: config parsing (C5, C8, K11, R1, R7), checkpoints (W10, W11, A4), KDA (K1, K4),
+SiTU (K10), sums over ranks (K8: `test_sums`), plans (M7) and the router (K11). Here each meets graphs and bundles.
 """
 
 import functools
