@@ -290,7 +290,10 @@ Wheel = Annotated[
     typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
 ]
 Cache = Annotated[
-    Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept, and what compile has made."
+    ),
 ]
 Pad = Annotated[bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")]
 Exchange = Annotated[
@@ -400,6 +403,9 @@ def compile(  # noqa: A001 (the command's name)
     kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -466,6 +472,7 @@ def compile(  # noqa: A001 (the command's name)
             split_cache=split_cache,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
+            keep=not no_cache,
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
