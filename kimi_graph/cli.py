@@ -952,7 +952,7 @@ def deploy(
     that cannot be are refused and nothing is written.
 
     \b
-    kimi-graph deploy build/k31-4 --example > build/hosts.json
+    kimi-graph deploy build/k31-4 --example
     kimi-graph deploy build/k31-4 --hosts build/hosts.json -o build/k31-4.deploy
     """
     started = time.perf_counter()
