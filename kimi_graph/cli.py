@@ -960,7 +960,7 @@ def deploy(
         from kimi_graph.compile.deploy import deploy_bundle, hosts_example
 
         if example:
-            print(json.dumps(hosts_example(bundle), indent=1))
+            print(hosts_example(bundle))
             return
         made = deploy_bundle(bundle, hosts, out, cann)
     _show(made, as_json=as_json, started=started, where=made.folder)
