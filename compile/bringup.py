@@ -7,10 +7,11 @@
 5. stages: each stage's graph, every node of it
 6. ranks: all stages, the steps of `verify`, states from step to step
 
-What a step finds is told from the device's own values (`localise`). A journal beside the report remembers what passed: a
-later run goes on where the last one stopped, as long as bundle and machine are the same.
+What a step finds is told from the device's own values (`localise`). A journal beside the report remembers what passed:
+a later run goes on where the last one stopped, as long as bundle and machine are the same.
 """
 
+import functools
 import hashlib
 import json
 import time
@@ -140,6 +141,7 @@ def bring_up(
     checkpoint: Path | None = None,
     out: Path | None = None,
     restart: bool = False,
+    known: "Known | None" = None,
     progress: Notify = silent,
 ) -> Report:
     """Try a bundle on a machine step by step, and stop at the first tensor that differs.
@@ -147,6 +149,7 @@ def bring_up(
     Args:
         device: None: a CPU in place of it. checkpoint: weights; None: those the bundle was compiled from.
         out: report and journal; None: neither is written. restart: try again what passed before.
+        known: what the CPU makes of the bundle, where several devices are tried with it.
 
     Raises:
         KimiGraphError: a damaged bundle, or no weights.
@@ -156,7 +159,7 @@ def bring_up(
     facts = device.facts()
     report = Report(bundle, facts)
     journal = _Journal.open(out, bundle, facts, restart)
-    for step in _Trial(bundle, device, checkpoint).steps():
+    for step in _Trial(known or Known.of(bundle, checkpoint), device).steps():
         progress(step.title, 0, 0)
         if journal.knows(step.key):
             report.outcomes.append(Outcome(step.key, step.title, "passed before"))
@@ -237,30 +240,39 @@ class _Journal:
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
-class _Trial:
-    """The steps of a bundle on a device. The CPU runs the bundle once, when a step first needs to know what it "
-    "gives."""
+@dataclass
+class Known:
+    """What a bundle does, as far as the CPU knows: its golden cases, and its ranks' steps, which are run when asked."""
 
-    def __init__(self, bundle: Bundle, device: Device, checkpoint: Path | None) -> None:
-        self.bundle, self.device = bundle, device
-        self.sides = Sides(bundle, checkpoint)
-        self._played: list[tuple[int, Any, list[Stage]]] | None = None
-        self.carried: dict[int, dict[str, Tensor]] = {}
+    bundle: Bundle
+    sides: Sides
+    cases: list[Case]
 
-    @property
+    @staticmethod
+    def of(bundle: Bundle, checkpoint: Path | None) -> "Known":
+        return Known(bundle, Sides(bundle, checkpoint), read_golden(bundle))
+
+    @functools.cached_property
     def played(self) -> list[tuple[int, Any, list[Stage]]]:
-        if self._played is None:
-            self._played = list(self.sides.play(self.sides.last_of_phases()))
-        return self._played
+        """Every step; of the last one of each phase with all values."""
+        return list(self.sides.play(self.sides.last_of_phases()))
+
+
+class _Trial:
+    """The steps of a bundle on a device."""
+
+    def __init__(self, known: Known, device: Device) -> None:
+        self.known, self.device = known, device
+        self.bundle, self.sides = known.bundle, known.sides
+        self.carried: dict[int, dict[str, Tensor]] = {}
 
     def steps(self) -> Iterator[Step]:
         yield Step(key="environment", title="environment", run=self.environment)
         for name in sorted(self.sides.groups):
             yield Step(key=f"group:{name}", title=f"group {name}", run=lambda name=name: self.group(name))
-        cases = read_golden(self.bundle)
-        if not cases:
+        if not self.known.cases:
             yield Step(key="operators", title="operators", run=lambda: "skipped: compile --golden N stores cases")
-        for case in cases:
+        for case in self.known.cases:
             title = f"operator {case.type} ({case.name})"
             yield Step(key=f"operator:{case.name}", title=title, run=lambda case=case: self.operator(case))
         for phase, index, kinds in self.layers():
@@ -334,7 +346,7 @@ class _Trial:
 
     def recorded(self, phase: str, stage: int) -> Stage:
         """What the CPU did in the last step of a phase."""
-        for index, step, stages in reversed(self.played):
+        for index, step, stages in reversed(self.known.played):
             if step.phase == phase and index in self.sides.last_of_phases():
                 return next(s for s in stages if next(iter(s.values())).stage == stage)
         raise BundleError(f"no step of phase {phase}.")
@@ -357,7 +369,7 @@ class _Trial:
         """All steps, with the device's own states and with what its stages give each other."""
         tolerance = native_tolerance(self.sides.config)
         entries = {g["name"]: g for g in self.bundle.manifest["graphs"]}
-        for index, _, stages in self.played:
+        for index, _, stages in self.known.played:
             crossed: dict[int, dict[str, Tensor]] = {}
             for stage in stages:
                 entry = entries[next(iter(stage.values())).graph]

@@ -1,5 +1,4 @@
-"""Parts of a graph as graphs of their own, and graphs that give more than they did: for looking at them piece by "
-"piece."""
+"""Parts of a graph as graphs of their own, and graphs that give more than they did: to look at them piece by piece."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -81,8 +80,7 @@ def _bound(
 
 
 def _given(ops: dict[str, OpDef], kept: set[str]) -> Iterable[str]:
-    """Edges of kept nodes that others read, or nobody; not those that are a state's memory, unless a node has no "
-    "other."""
+    """Edges of kept nodes that others read, or nobody; not those that are a state's memory."""
     inside, outside = set[str](), set[str]()
     for op in ops.values():
         (inside if op.name in kept else outside).update(data_edges(op))
