@@ -289,7 +289,10 @@ Wheel = Annotated[
     typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
 ]
 Cache = Annotated[
-    Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept, and what compile has made."
+    ),
 ]
 Pad = Annotated[bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")]
 Exchange = Annotated[
@@ -399,6 +402,9 @@ def compile(  # noqa: A001 (the command's name)
     kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -465,6 +471,7 @@ def compile(  # noqa: A001 (the command's name)
             split_cache=split_cache,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
+            keep=not no_cache,
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
@@ -704,6 +711,8 @@ def ops(
     kimi-graph ops kimi-k3.1-pro --target a3 --cann 9.1 --mesh pp=4,tp=32
     kimi-graph ops kimi-linear-48b --target a3 --providers builtin,vllm-ascend,composed --markdown
     """
+    if as_json and markdown:
+        raise typer.BadParameter("a report is either --markdown or --json.", param_hint="'--markdown'")
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
@@ -934,7 +943,10 @@ def export_kernels(
     kimi-graph kernels export build/kernels
     """
     started = time.perf_counter()
+    from kimi_graph.ops.kernel_project import SOCS, commands
     from kimi_graph.ops.kernel_project import export_kernels as export
 
     made = export(out, overwrite=overwrite)
+    print(f"on a host with CANN, in {out} (for A3; A2 is {SOCS[0]}, 950 is {SOCS[2]}):")
+    print("\n".join(f"  {line}" for line in commands(SOCS[1])))
     _close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)

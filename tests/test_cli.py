@@ -366,7 +366,9 @@ def test_the_way_to_run_our_operators_is_passed_on(run):
 def test_the_operator_project_is_written_and_named(run, tmp_path):
     result, _ = run(["kernels", "export", str(tmp_path / "out")])
     assert result.exit_code == 0
-    assert re.fullmatch(r"operator project of .*KdaStep.*: \d+ files -> \S+ in \d+\.\d s", result.output.strip())
+    *commands, last = result.output.strip().splitlines()
+    assert re.fullmatch(r"operator project of .*KdaStep.*: \d+ files -> \S+ in \d+\.\d s", last)
+    assert "  cmake -S . -B build -DASCEND_COMPUTE_UNIT=ascend910_93" in commands
     result, _ = run(["kernels", "export", str(tmp_path / "out")])
     assert (result.exit_code, "replace it with --overwrite" in result.stderr) == (1, True)
     purpose, example, usage = run(["kernels", "export", "--help"])[0].output.split("\n\n")[:3]
