@@ -408,10 +408,10 @@ def _gathered(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_tabl
     held = ge.cast(ge.mark(held, (rows,), torch.float32), torch.int64)
     places = ge.mark(ge.SelectV2(real, places, ge.const(-1, torch.int32)), (rows, top_k), torch.int32)
     places = ge.mark(ge.Sort(places, axis=1, descending=True)[0], (rows, top_k), torch.int32)  # real ones first
-    pools = _gathered_pools(ge, places, block_table, latent_pool, rope_pool)
-    pages = ge.shape(pools[0])[0]
+    latents, ropes = _gathered_pools(ge, places, block_table, latent_pool, rope_pool)
+    pages = ge.shape(latents)[0]
     table = ge.const(torch.arange(pages).view(rows, -1).tolist(), torch.int32)
-    o, lse = absorbed(ge, q_latent, q_rope, *pools, table, held, scale, lse=True)
+    o, lse = absorbed(ge, q_latent, q_rope, latents, ropes, table, held, scale, lse=True)
     some = ge.mark(ge.Greater(held, ge.const(0, torch.int64)), (rows,), torch.bool)
     some = ge.reshape(some, [rows, 1, 1])
     lse = ge.mark(ge.SelectV2(some, lse, ge.const(NO_SCORE, torch.float32)), (rows, 1, heads), torch.float32)
