@@ -66,7 +66,7 @@ def _bound(
     if op.type in (*SOURCES, *CONSTANTS):
         sources.setdefault(producer, OpDef.FromString(op.SerializeToString()))
         return edge
-    made = f"in.{producer}.{index}"
+    made = f"in.{producer.replace('/', '~')}.{index}"  # it names a file too
     if made not in sources:
         desc = op.output_desc[index]
         source = OpDef(name=made, type="RefData" if written else "Data")

@@ -49,7 +49,7 @@ from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
 
 LOADER = Path(__file__).parent / "data" / "loader"
-DEPLOY = "deploy.json"
+DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
@@ -245,7 +245,7 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     many = d.mesh.world > 1
     yield DEPLOY, dump(d.summary_json())
     if many:
-        yield "rank_table.json", dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
+        yield RANK_TABLE, dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
     yield "env.sh", _environment(d)
     yield "SHA256SUMS", "".join(f"{g['sha256']}  {g['file']}\n" for g in d.bundle.manifest["graphs"])
     for entry in d.bundle.manifest["graphs"]:
@@ -271,7 +271,7 @@ def _dims(shape: Iterable[int]) -> str:
     return ",".join(map(str, shape)) or "-"
 
 
-def _described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
+def described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
     """kind index name dtype format bytes dims origin-dims; numbers of dtype and format are GE's."""
     tiled = is_tiled(desc)
     dims = _dims(desc.shape.dim)
@@ -297,11 +297,11 @@ def _graph_lines(d: Deployment, entry: Mapping[str, Any]) -> Iterator[tuple[obje
     sources = sorted((op for op in ops if op.type in ("Data", "RefData")), key=lambda op: get_attr(op, "index"))
     for op in sources:
         kind = "state" if op.type == "RefData" else "weight" if is_weight(op) else "input"
-        yield _described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
+        yield described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
     (results,) = (op.input_desc for op in ops if op.type == "NetOutput")
     names = entry.get("gives") or [o["name"] for o in entry["outputs"]]
     for i, (name, desc) in enumerate(zip(names, results, strict=True)):
-        yield _described("output", i, name, desc)
+        yield described("output", i, name, desc)
 
 
 def _giver(d: Deployment, entry: Mapping[str, Any], name: str) -> int:

@@ -21,6 +21,7 @@ from .localise import Finding, differs
 from .sides import Recorded
 
 KINDS = ("wrong dtype", "swapped shard", "wrong scale", "wrong group order", "stale state", "dropped node")
+ORDERED = ("HcomAllGather", "HcomReduceScatter")  # what they give depends on the order of ranks
 FACTORS = (0.5, 2.0, 1.1, 0.9, 0.0883883, -1.0)
 
 
@@ -62,7 +63,8 @@ class Fault:
     def found_by(self, finding: Finding) -> bool:
         """Whether a finding names the right operator and rank."""
         if self.kind == "wrong group order":
-            return set(finding.ranks) <= set(self.order) and finding.node == self.name
+            same = finding.type in ORDERED if self.graph else finding.node == self.name
+            return set(finding.ranks) <= set(self.order) and same
         if self.kind == "swapped shard":
             return set(finding.ranks) <= {self.rank, self.other} and finding.weight == self.name
         same = finding.type == self.type if self.everywhere else finding.node == self.node
@@ -122,7 +124,7 @@ class FaultyDevice(CpuDevice):
             mine, theirs = (jobs[r].inputs[f.name] for r in (f.rank, f.other))
             jobs[f.rank] = replace(jobs[f.rank], inputs={**jobs[f.rank].inputs, f.name: theirs})
             jobs[f.other] = replace(jobs[f.other], inputs={**jobs[f.other].inputs, f.name: mine})
-        if f.kind == "wrong group order":
+        if f.kind == "wrong group order" and all(j.model.graph[0].name.startswith(f.graph) for j in jobs.values()):
             lists = [list(f.order) if set(own) == set(f.order) else own for own in groups.get(f.name, ())]
             groups = {**groups, f.name: lists}
         return super().run(jobs, groups)
@@ -194,10 +196,14 @@ def _of_group(random_: random.Random, run: Recorded, runs: Any, groups: Groups, 
     if not known:
         return None
     name, own = random_.choice(known)
+    graph = random_.choice(("", run.graph))  # everywhere, or where one graph is run
+    ordered = any(n.type in ORDERED and n.attrs.get("group") == name for n in parsed(run.model).nodes.values())
+    if graph and (run.rank not in own or not ordered):
+        return None
     order = list(own)
     while order == list(own):
         random_.shuffle(order)
-    return Fault(kind=kind, rank=own[0], name=name, order=tuple(order))
+    return Fault(kind=kind, rank=own[0], graph=graph, name=name, order=tuple(order))
 
 
 _DRAWS = {
