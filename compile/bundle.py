@@ -7,6 +7,7 @@ graphs/*.air      one static graph per phase and bucket
 constants.bin     with `--weights constant`: the weights themselves, which the graphs' FileConstant nodes point into
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
+weights/          where `kimi-graph weights` was run: the weights themselves, and an index of them
 ```
 Paths inside are relative, but for local.json.
 """
@@ -25,6 +26,7 @@ from kimi_graph.files import new_folder
 FORMAT = 3
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
+WRITTEN = "weights"  # a folder
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL})
 
 
@@ -156,6 +158,11 @@ def check_place(folder: Path) -> None:
     """
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+    if (folder / WRITTEN).exists():
+        raise BundleError(
+            f"{folder}: holds weights that were written for the bundle there, and that would be lost; delete "
+            f"{folder / WRITTEN}, or choose another folder."
+        )
     if folder.is_dir() and (foreign := sorted(p.name for p in folder.iterdir() if p.name not in OWN)):
         raise BundleError(
             f"{folder}: holds {foreign[0]}, which no bundle has and which would be lost; "
