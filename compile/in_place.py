@@ -20,7 +20,7 @@ IN_PLACE, CUT, MADE = "in place", "cut", "made"
 MEANING = {
     IN_PLACE: "one range of bytes of each checkpoint tensor that they are of",
     CUT: "bytes of the checkpoint, in more ranges: columns of matrices",
-    MADE: "made of the checkpoint's: another order, dtype or value",
+    MADE: "in another order, dtype or value",
 }
 
 

@@ -76,8 +76,8 @@ class Report:
         what = f"weights of {name} for {ranks}: {self.bytes:,} bytes in {self.files:,} files"
         if self.dry:
             return f"{what}; nothing was written"
-        done = "all were there" if not self.made else f"{self.made:,} bytes written"
-        return f"{what}, {done}" + (f", {self.read:,} read again and as they were" if self.read else "")
+        done = "all were there" if not self.made else f"{self.made:,} written"
+        return f"{what}, {done}" + (f", {self.read:,} read again" if self.read else "")
 
     def text(self) -> str:
         return self.shares.text()

@@ -58,6 +58,11 @@ class Written:
     slots: Mapping[str, tuple[int, ...]]
     files: Mapping[str, Mapping[str, Any]]
 
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(entry["bytes"] for entry in self.files.values())
+
     def of(self, rank: int) -> dict[str, Entry]:
         """The weights of a rank, by name.
 

@@ -17,6 +17,7 @@ import torch
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.compile import in_place, journal, making, write_weights, written
 from kimi_graph.compile.bundle import LOCAL, MANIFEST, WEIGHTS, Bundle, dump, open_bundle, read_json
+from kimi_graph.compile.inspect import inspect_bundle
 from kimi_graph.compile.making import Maker, blocks
 from kimi_graph.compile.parts import ALIGNMENT, part_files
 from kimi_graph.compile.ranks import Plan, make_ranks
@@ -171,6 +172,11 @@ def test_a_rank_that_is_not_there_is_refused(mesh_copy):
     with pytest.raises(BundleError, match=r"--ranks 4: the bundle's ranks are 0 to 3\."):
         write_weights.write_weights(mesh_copy, ranks=[3, 4])
     assert not (mesh_copy / "weights").exists()
+
+
+def test_inspect_says_what_was_made_ahead(mesh_copy):
+    size = write_weights.write_weights(mesh_copy, ranks=[2, 3]).bytes
+    assert f"bound at load; of 2 ranks made ahead: {size:,} bytes in weights/" in inspect_bundle(mesh_copy).text()
 
 
 def test_a_dry_run_writes_nothing(mesh_copy):
@@ -580,8 +586,8 @@ def test_a_disk_that_becomes_full_keeps_what_is_done_and_the_next_run_goes_on(co
     assert open_written(open_bundle(copy)) is None
     lines = (copy / "weights" / JOURNAL).read_text().splitlines()
     assert len(lines) > 1
-    assert f"{report.made:,} bytes written" not in (resumed := alone("limited", copy, 0))
-    assert "bytes written" in resumed
+    assert f"{report.made:,} written" not in (resumed := alone("limited", copy, 0))
+    assert " written" in resumed
     assert content(copy / "weights") == content(whole / "weights")
 
 
