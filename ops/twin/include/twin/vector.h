@@ -55,22 +55,6 @@ namespace twin {
 
 using AscendC::LocalTensor;
 
-// Arithmetic of the 16-bit floats is done in float and rounded once.
-template <typename T>
-auto Load(T x)
-{
-    if constexpr (std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t>) return Wide(x);
-    else return x;
-}
-
-template <typename T, typename X>
-T Store(X x)
-{
-    if constexpr (std::is_same_v<T, half>) return NarrowHalf(x);
-    else if constexpr (std::is_same_v<T, bfloat16_t>) return NarrowBf16(x);
-    else return static_cast<T>(x);
-}
-
 struct Stride {
     uint32_t block, repeat;  // in blocks of 32 bytes
 };
@@ -94,12 +78,18 @@ struct Reader {
     }
 };
 
+inline void Repeats(uint64_t repeats)
+{
+    Here().counters.repeats += repeats;
+    Here().counters.cost += repeats;
+}
+
 inline void Begin(const char* what, int64_t mask, uint32_t lanes, int64_t repeats)
 {
     if (mask < 1 || mask > lanes) Refuse("%s: a mask of %lld; 1 to %u lanes", what, (long long)mask, lanes);
     if (repeats < 1 || repeats > 255) Refuse("%s: %lld repeats; 1 to 255", what, (long long)repeats);
     Issue(PIPE_OF_V);
-    machine.core.counters.repeats += repeats;
+    Repeats(repeats);
 }
 
 // A source may be the result's own memory, element for element, or lie elsewhere; nothing between.
@@ -115,7 +105,7 @@ inline void Begin(const char* what, int64_t count, uint32_t element)
 {
     if (count < 1) Refuse("%s: %lld elements", what, (long long)count);
     Issue(PIPE_OF_V);
-    machine.core.counters.repeats += (count * element + REPEAT - 1) / REPEAT;
+    Repeats((count * element + REPEAT - 1) / REPEAT);
 }
 
 // dst[i] = f(src[i]...). Sources are read, and checked, before anything is written.
@@ -351,6 +341,31 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
         const uint32_t at = start + uint32_t(r * dstRepStride * sizeof(T));
         *reinterpret_cast<T*>(twin::Reach("WholeReduceSum", twin::PIPE_OF_V, dst.place, at, sizeof(T), true)) =
             twin::Store<T>(sum[0]);
+    }
+}
+
+// One maximum for each repeat, side by side for dstRepStride 1; of values alone, not with their places.
+template <typename T, bool isSetMask = true>
+void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t mask, const int32_t repeatTime,
+                    const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,
+                    ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX)
+{
+    twin::Takes<T, half, float>("WholeReduceMax");
+    if (order != ReduceOrder::ORDER_ONLY_VALUE) twin::Refuse("WholeReduceMax: the twin gives values alone");
+    constexpr uint32_t lanes = twin::REPEAT / sizeof(T), per = twin::BLOCK / sizeof(T);
+    twin::Begin("WholeReduceMax", mask, lanes, repeatTime);
+    const twin::Reader from("WholeReduceMax", src.place, {uint32_t(srcBlkStride), uint32_t(srcRepStride)});
+    const uint32_t start = twin::Aligned("WholeReduceMax", dst.place, sizeof(T));
+    for (int32_t r = 0; r < repeatTime; r++) {
+        auto most = twin::Load(*reinterpret_cast<const T*>(from.At(r, 0, sizeof(T))));
+        for (int32_t b = 0; b * int32_t(per) < mask; b++) {
+            const uint32_t n = std::min<uint32_t>(per, mask - b * per);
+            const T* x = reinterpret_cast<const T*>(from.At(r, b, n * sizeof(T)));
+            for (uint32_t i = 0; i < n; i++) most = std::max(most, twin::Load(x[i]));
+        }
+        const uint32_t at = start + uint32_t(r * dstRepStride * sizeof(T));
+        *reinterpret_cast<T*>(twin::Reach("WholeReduceMax", twin::PIPE_OF_V, dst.place, at, sizeof(T), true)) =
+            twin::Store<T>(most);
     }
 }
 
