@@ -397,6 +397,10 @@ def compile(  # noqa: A001 (the command's name)
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
     ] = CANN_DEFAULT,
     providers: Providers = PROVIDERS_DEFAULT,
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option("--avoid", metavar="OP[=P]", help="Do without an operator, or take provider P's in its place."),
+    ] = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -442,7 +446,7 @@ def compile(  # noqa: A001 (the command's name)
         from kimi_graph.compile.targets import target as find_target
 
         # before torch is imported: a wrong name is answered at once
-        profile = find_target(target, cann=cann, providers=_split(providers))
+        profile = find_target(target, cann=cann, providers=_split(providers), avoid=avoid or ())
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
