@@ -1,8 +1,9 @@
 // Which tokens a group of cores has, step after step: the same for its Cube core and its vector cores.
 #pragma once
 
+#include "kernel_operator.h"  // first: it says what __aicore__ is
+
 #include "kda_chunk_scratch.h"
-#include "kernel_operator.h"
 
 namespace kda_chunk_parts {
 
