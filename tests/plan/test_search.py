@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -93,6 +95,15 @@ def test_the_fewest_devices_come_with_the_reason_why_fewer_do_not_do():
     plan = make_plan(ask("kimi-linear-48b", "a3", batch=1, max_len=8192))
     assert plan.devices == 2
     assert "shared out evenly would not fit" in plan.fewer or "of a die at least" in plan.fewer
+
+
+def test_planning_imports_neither_torchair_nor_what_torch_takes_long_to_import():
+    code = (
+        "import sys; from tests.plan.test_search import ask; from kimi_graph.plan.search import make_plan\n"
+        "make_plan(ask('kimi-linear-48b', 'a3', devices=2, batch=2)).text()\n"
+        "assert not {'torchair', 'torch._dynamo', 'sympy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
