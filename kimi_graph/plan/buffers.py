@@ -10,7 +10,7 @@ from kimi_graph.compile.driver import Request
 from kimi_graph.compile.phases import Bucket, StageParts, stage_parts
 from kimi_graph.parallel.experts import buffer_bytes, no_pair
 
-from .estimate import Part, layout_of, traced, workspace
+from .estimate import Part, traced, workspace
 from .factors import Factors
 from .ledger import Ledger, Line, StageLedger, buckets_of, make_ledger
 
@@ -29,7 +29,7 @@ def full_ledger(request: Request, factors: Factors) -> Ledger:
     ledger, buckets = make_ledger(request), buckets_of(request)
     parts = {b.phase: traced(request, b) for b in buckets}
     lines: dict[int, list[Line]] = {s.stage: [] for s in ledger.stages}
-    split = {b.phase: stage_parts(request.config, b, layout_of(request).stages(b)) for b in buckets}
+    split = {b.phase: stage_parts(request.config, b, request.placed.stages(b)) for b in buckets}
     for stage, line in _activations(request, buckets, parts, split):
         lines[stage].append(line)
     for stage, held in zip(lines, ledger.stages, strict=True):
@@ -91,7 +91,7 @@ def _window(request: Request, buckets: tuple[Bucket, ...]) -> tuple[int, str]:
     assert moe is not None, "rows go to experts where there are some"
     most, words = 0, "two of HCCL_BUFFSIZE"
     for b in (b for b in buckets if b.phase != "vision"):
-        rules = layout_of(request).rules(b.phase)
+        rules = request.placed.rules(b.phase)
         ways = rules.ways("experts")
         rows = -(-b.rows * b.tokens // rules.ways("token") // moe.chunks)
         sizes = rows, moe.latent or request.config.embed, moe.top_k, ways, rules.physical("experts", moe.slots) // ways

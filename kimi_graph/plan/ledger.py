@@ -30,7 +30,7 @@ from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 from kimi_graph.models.vision import vision_part_params, vision_schedule
 from kimi_graph.ops.base import OPERATORS
-from kimi_graph.parallel import Mesh, Rules, place, preset
+from kimi_graph.parallel import Mesh, Rules, place
 from kimi_graph.parallel.placement import Placement
 from kimi_graph.spec import ParamSpec
 
@@ -149,13 +149,11 @@ def make_ledger(request: Request) -> Ledger:
         ShardingError: a size that does not divide. CompileError: a choice that cannot be.
     """
     b = buckets_of(request)[0]
-    c = request.config
-    rules, mesh = _rules(request), request.mesh or Mesh()
-    layout = request.layout
-    layers = [range(len(c.layers))] if layout is None else [s.layers for s in layout.stages(b)]
+    layout = request.placed
+    rules, layers = layout.rules("decode"), [s.layers for s in layout.stages(b)]
     weights = Weights(request, rules, census_of(request, b))
     states = _States(request, rules, b)
-    world = mesh.stage.world
+    world = layout.mesh.stage.world
     stages = tuple(
         StageLedger(
             stage=i,
@@ -166,12 +164,6 @@ def make_ledger(request: Request) -> Ledger:
         for i, own in enumerate(layers)
     )
     return Ledger(request=request, stages=stages, asides=tuple(_asides(request, b)))
-
-
-def _rules(request: Request) -> Rules:
-    if request.layout is not None:
-        return request.layout.rules("decode")
-    return preset(request.config, Mesh(), "decode")
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -173,8 +173,8 @@ class Sieve:
         return max(sum(held[i] for i in own if isinstance(self.c.layers[i].mixer, MlaConfig)) for own in layers)
 
     def rules(self, choice: Choice, phase: str = "decode") -> Rules:
-        flags = {"exchange": choice.exchange, "split_cache": choice.split_cache}
-        return preset(self.c, choice.mesh.stage, phase, **flags)
+        own = Layout(config=self.c, mesh=choice.mesh, exchange=choice.exchange, split_cache=choice.split_cache)
+        return own.rules(phase)
 
     def request(self, choice: Choice) -> Request:
         """The request on a mesh."""
@@ -297,10 +297,6 @@ def _active(c: ModelConfig) -> int:
     from kimi_graph.models.counts import parameter_counts
 
     return parameter_counts(c).active
-
-
-def layout_of_choice(c: ModelConfig, choice: Choice) -> Layout:
-    return Layout(config=c, mesh=choice.mesh, exchange=choice.exchange, split_cache=choice.split_cache)
 
 
 def counts_up_to(sieve: Sieve, most: int) -> Iterator[int]:
