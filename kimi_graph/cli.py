@@ -442,6 +442,7 @@ def compile(  # noqa: A001 (the command's name)
             print(f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences")
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
             exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
+            pad, redundant_experts = best.choice.pad, best.choice.copies or redundant_experts
         made = compile_model(
             config,
             target=profile,

@@ -30,7 +30,7 @@ from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 from kimi_graph.models.vision import vision_part_params, vision_schedule
 from kimi_graph.ops.base import OPERATORS
-from kimi_graph.parallel import Mesh, Rules, place
+from kimi_graph.parallel import Rules, place
 from kimi_graph.parallel.placement import Placement
 from kimi_graph.spec import ParamSpec
 

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kimi_graph.compile.targets import Target
+
 from .estimate import Decode, Prefill, Step, decode
 from .factors import PUBLISHED
 from .ledger import buckets_of
 from .profiles import table
 from .search import Option, Plan, dies, formats, gib
+from .sieve import KINDS, whole_up
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
 IMAGES = (1, 8, 64)
@@ -22,10 +25,11 @@ def plan_text(plan: Plan) -> str:
         f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
         f"{plan.base.page}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
-        *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
+        *_count(plan),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
         *table([_HEAD, *(_row(x) for x in plan.options)]),
         *_others(plan),
+        *(f"{KINDS[kind]}: {words}" for kind, words in plan.tried.items()),
         "",
         *_apart(plan),
         "",
@@ -44,6 +48,24 @@ def plan_text(plan: Plan) -> str:
         *(f"compile   {line}" for line in commands(plan)),
     ]
     return "\n".join(lines)
+
+
+def _count(plan: Plan) -> list[str]:
+    """How many dies, and how they are had."""
+    t, lines = plan.ask.target, []
+    if plan.fewer:
+        lines.append(f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}")
+    if 0 < plan.bare < plan.devices:
+        lines.append(f"{plan.bare:,} would do if dies could be had one by one; {hosts(t)}")
+    if (whole := whole_up(t, plan.devices)) != plan.devices:
+        lines.append(f"{plan.devices:,} dies are not had alone: {hosts(t)}; the next whole number is {whole:,}")
+    return [*lines, ""] if lines else []
+
+
+def hosts(t: Target) -> str:
+    """`a package of a3 has 2 dies, a host 16`."""
+    joined = [f"{link.name} {link.dies}" for link in t.links if link.name in ("package", "host")]
+    return f"{t.name} is had in whole ones: {', '.join(joined)} dies"
 
 
 def capacity(plan: Plan) -> int:
@@ -222,7 +244,8 @@ def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
     words = [f"kimi-graph compile {ask.model} --target {ask.target.name} --mesh {r.mesh}"]
     words += ["--exchange"] * r.exchange + ["--split-cache"] * r.split_cache + ["--pad"] * r.pad
     words += [f"--moe-chunks {o.choice.chunks}"] * (o.choice.chunks > 1)
-    words += [f"--redundant-experts {ask.redundant_experts}"] * (ask.redundant_experts > 0)
+    copies = o.choice.copies or ask.redundant_experts
+    words += [f"--redundant-experts {copies}"] * (copies > 0)
     words += [f"--weights-format {r.weights_format}"] * (r.weights_format != "bf16")
     words += [f"--kv-dtype {r.kv_dtype}"] * (r.kv_dtype != "bf16")
     words += [f"--page {r.page}"] * (r.page != 128)
@@ -239,6 +262,8 @@ def plan_json(plan: Plan) -> Any:
         "target": ask.target.name,
         "devices": plan.devices,
         "why_not_fewer": plan.fewer,
+        "fewest_one_by_one": plan.bare or None,
+        "tried": dict(plan.tried),
         "batch": plan.base.rows,
         "max_len": plan.base.max_len,
         "capacity": capacity(plan),
