@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -94,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         """The graph, without calls that no output needs."""
         self.graph.output(tuple(self._node(x) for x in outputs)).meta = {"val": None, "source": ""}
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.constants, self.graph)
+        return _LazyGraphModule(self.constants, self.graph)  # few graphs are run: nobody needs code of the others
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = _called(f, args, kwargs or {})
@@ -144,6 +145,8 @@ def _called(f: Any, args: Any, kwargs: Any) -> Any:
     """
     if f in TAKEN and args[0].is_meta:
         return args[0].new_empty(TAKEN[f](*args))
+    if f is aten.arange.default and isinstance(args[0], int) and kwargs.get("device") == torch.device("meta"):
+        return torch.empty((args[0],), dtype=kwargs.get("dtype") or torch.int64, device="meta")
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = (torch.Tag.pointwise in f.tags or f in (CAT, FLOOR)) and not f._schema.is_mutable
     shape = _shape(f, given, *args[1:]) if known and any(x.is_meta for x in given) else None

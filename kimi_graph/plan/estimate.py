@@ -55,6 +55,8 @@ def traced(request: Request, b: Bucket, like: Mapping[str, Part] | None = None) 
         ShardingError: a part that cannot run on the mesh, with the author's line.
     """
     layout = request.placed
+    if b.phase == "vision":  # the tower sees pictures alone, whatever the batch
+        b = replace(b, rows=1, pages=1, sequence_pages=1, slots=1)
     if like is None:
         return _traced(layout, b, request.kv_dtype)
     trace, found = sharded_piece_tracer(request.config, b, layout.rules(b.phase)), dict(like)

@@ -24,7 +24,7 @@ from kimi_graph.compile.phases import Bucket, fold_piece, parameter_path, piece_
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import layouts_of
 from kimi_graph.compile.weight_formats import Packed
-from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, in_chunks
+from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, arranged
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
@@ -317,7 +317,7 @@ def census_of(request: Request, b: Bucket) -> Census:
     """Of a request; `b`: any of its buckets."""
     sparse = decoder.is_sparse(request.config, b.sequence_pages * b.page)
     patches = 0 if request.config.vision is None else b.images * math.prod(request.config.vision.merge)
-    c = in_chunks(request.config, 1)  # in how many parts rows are sent changes no weight
+    c = arranged(request.config)  # copies of experts and chunks of rows change no kind of weight
     return census(c, request.phases, sparse, b.images, patches)
 
 

@@ -22,8 +22,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
-        f"{plan.base.page}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({_pages(plan)}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
         *_count(plan),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
@@ -66,6 +65,14 @@ def hosts(t: Target) -> str:
     """`a package of a3 has 2 dies, a host 16`."""
     joined = [f"{link.name} {link.dies}" for link in t.links if link.name in ("package", "host")]
     return f"{t.name} is had in whole ones: {', '.join(joined)} dies"
+
+
+def _pages(plan: Plan) -> str:
+    """`1,000,064 in pages of 128`: what a sequence's pages hold, and what those of all ranks that share it do."""
+    base, ways = plan.base, plan.best.request.placed.pools
+    own = -(-base.max_len // base.page) * base.page
+    shared = f", {capacity(plan):,} on the {ways} ranks that share a sequence" if capacity(plan) != own else ""
+    return f"{own:,} in pages of {base.page}{shared}"
 
 
 def capacity(plan: Plan) -> int:

@@ -4,6 +4,7 @@ All legal meshes are sieved by bytes and by a bound of time (`sieve`); the few t
 ledger, and are estimated. What does not fit is refused with the reason and the nearest that does, without any time.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -101,13 +102,18 @@ class Option:
         return self.decode.seconds
 
 
-def format_of(ask: Ask, stored: dict[str, str]) -> str:
+@functools.lru_cache(maxsize=4)
+def _forms(c: ModelConfig, soc: str) -> tuple[weight_formats.Choice, ...]:
+    """Forms of the weights of a model as it was released."""
+    specs = decoder.model_specs(c)
+    return tuple(weight_formats.choices(c, specs, released_formats(c, specs), [soc]))
+
+
+def format_of(ask: Ask) -> str:
     """How experts are kept: what is asked for, or the smallest exact form that a kernel takes."""
     if ask.weights_format is not None:
         return ask.weights_format
-    specs = decoder.model_specs(ask.config)
-    rows = weight_formats.choices(ask.config, specs, stored, [ask.target.soc])
-    exact = [row for row in rows if row.made and row.exact in ("as stored", "exact")]
+    exact = [row for row in _forms(ask.config, ask.target.soc) if row.made and row.exact in ("as stored", "exact")]
     return min(exact, key=lambda row: (row.bytes, row.name != "bf16")).name if exact else "bf16"
 
 
@@ -123,7 +129,7 @@ def base_request(ask: Ask) -> Request:
     rows = ask.batch or (ask.mesh.data if ask.mesh is not None else ask.devices) or 1
     request = Request(
         config=c, target=ask.target, phases=legal_phases(c), rows=rows, max_len=ask.length, page=ask.page,
-        chunk=min(512, ask.length), weights_format=format_of(ask, stored), kv_dtype=ask.kv_dtype, stored=stored,
+        chunk=min(512, ask.length), weights_format=format_of(ask), kv_dtype=ask.kv_dtype, stored=stored,
     )  # fmt: skip
     kept_form(request.weights_format, request.native, ask.target.soc)
     buckets_of(request)
@@ -461,7 +467,7 @@ def _too_slow(ask: Ask, plan: Plan) -> str:
 def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """Why so many devices do not do, and how many would."""
     c, t = ask.config, ask.target
-    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    rows = _forms(c, t.soc)
     size = {row.name: row.bytes for row in rows}
     kept = size.get(base.weights_format, 0)
     released = f"{gib(size['native'])} of weights as released"
@@ -495,7 +501,7 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
 def formats(plan: Plan) -> list[dict[str, Any]]:
     """Forms of weights and of caches, smallest first, with whether a kernel takes them."""
     c, t, base = plan.ask.config, plan.ask.target, plan.base
-    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    rows = _forms(c, t.soc)
     found = [
         {
             "what": "weights", "format": row.name, "bytes": row.bytes, "values": row.exact, "taken": row.taken,

@@ -19,7 +19,7 @@ from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
 from kimi_graph.plan.ledger import make_ledger
 from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, make_plan
-from kimi_graph.plan.sieve import Choice, Sieve, like
+from kimi_graph.plan.sieve import LONG, Choice, Sieve, like
 from kimi_graph.read_config import load_config
 from tests.compile.family import small_model
 
@@ -65,12 +65,14 @@ def test_json_lists_every_line_with_name_bytes_and_derivation():
 
 
 def test_the_sieve_counts_what_the_ledger_counts():
-    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=128, batch=128, max_len=8192)
+    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=96, batch=96, max_len=LONG)
     sieve = Sieve(base_request(wanted), Factors())
-    for mesh in sieve.legal(128)[:3]:
-        for choice in sieve.choices(mesh):
-            stages = make_ledger(sieve.request(choice)).stages
-            assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
+    choices = list(sieve.all_choices(96))
+    some = {(c.kind, c.exchange, c.split_cache): c for c in choices}  # one of each sort
+    assert len(some) > 8
+    for choice in some.values():
+        stages = make_ledger(sieve.request(choice)).stages
+        assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
 
 
 def test_the_report_is_one_file_that_loads_nothing():
@@ -152,8 +154,11 @@ def test_batch_32_and_page_128_pass():
 
 
 def test_a_length_is_rounded_to_whole_pages_and_one_over_the_limit_refused():
-    plan = make_plan(ask("kimi-linear-48b", devices=8, batch=1, max_len=1_000_000))
-    assert "1,000,064 in pages of 128" in plan.text()
+    whole = ask("kimi-linear-48b", mesh=Mesh(tensor=8), batch=1, max_len=1_000_000)
+    assert "(1,000,064 in pages of 128)" in make_plan(whole).text()
+    assert "(1,000,320 in pages of 384)" in make_plan(dataclasses.replace(whole, page=384)).text()
+    shared = make_plan(dataclasses.replace(whole, split_cache=True))
+    assert "(1,000,064 in pages of 128, 1,000,448 on the 8 ranks that share a sequence)" in shared.text()
     assert "found 1,048,577, expected 1 to 1,048,576" in refusal(ask(devices=128, max_len=1_048_577))
 
 
@@ -176,8 +181,8 @@ def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
     """896 experts with their copies are at most 1,024, their ranks at most 768 on A3."""
     wanted = ask("kimi-k3", "a3-superpod", devices=896, batch=896)
     sieve = Sieve(base_request(wanted), Factors())
-    sent = [c for mesh in sieve.legal(896) for c in sieve.choices(mesh) if c.exchange]
-    assert sent and all(c.mesh.experts <= 768 for c in sent)
+    sent = [c for c in sieve.all_choices(896) if c.exchange]
+    assert sent and all(c.mesh.experts <= 768 and 896 + c.copies <= 1024 for c in sent)
 
 
 # ---- every mesh can be compiled --------------------------------------------------------------------------------------
@@ -192,19 +197,23 @@ def test_every_mesh_that_a_plan_prints_compiles(host: Host, name, devices):
         r = o.request
         compile_model(
             small_model(name), target=r.target, out=None, mesh=r.mesh, batch=r.rows, chunk=r.chunk, max_len=r.max_len,
-            page=r.page, exchange=r.exchange, split_cache=r.split_cache, moe_chunks=o.choice.chunks,
+            page=r.page, exchange=r.exchange, split_cache=r.split_cache, moe_chunks=o.choice.chunks, pad=r.pad,
+            redundant_experts=o.choice.copies,
             weights_format=r.weights_format, phases=("prefill", "decode"), cache_dir=host.root.parent,
         )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [96, 768])
-def test_every_choice_of_a_sieve_is_legal(devices):
+@pytest.mark.parametrize("devices, length", [(96, 1_048_576), (768, 4096)])
+def test_every_choice_of_a_sieve_is_legal(devices, length):
     """What is tried for the full model passes all checks that compile makes before it traces."""
-    sieve = Sieve(base_request(ask("kimi-k3.1-pro", "a3-superpod", devices=devices)), Factors())
-    for mesh in sieve.legal(devices):
-        for choice in sieve.choices(mesh):
-            sieve.request(choice).check()
+    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=devices, max_len=length)
+    sieve = Sieve(base_request(wanted), Factors())
+    found = list(sieve.all_choices(devices))
+    for choice in found:
+        sieve.request(choice).check()
+    kinds = {"plain", "pad", "copies"} | ({"context"} if length > LONG else set())
+    assert {choice.kind for choice in found} == kinds
 
 
 def test_a_request_on_another_mesh_is_another_request():
