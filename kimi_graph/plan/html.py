@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .ledger import StageLedger
-from .report import capacity, commands, decode_points, duration, form, lengths, sequences
+from .report import commands, decode_points, duration, form, lengths, pages_text, sequences
 from .search import Option, Plan, dies, formats, gib
 from .work import Work
 
@@ -36,7 +36,7 @@ def page(plan: Plan) -> str:
     o, ask = plan.best, plan.ask
     title = f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}"
     intro = (
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages); experts "
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); experts "
         f"as {form(o)}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
     )
     fewer = f"<p>Why not fewer dies: {_text(plan.fewer)}.</p>" if plan.fewer else ""

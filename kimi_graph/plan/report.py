@@ -22,7 +22,8 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({_pages(plan)}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); "
+        f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
         *_count(plan),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
@@ -67,7 +68,7 @@ def hosts(t: Target) -> str:
     return f"{t.name} is had in whole ones: {', '.join(joined)} dies"
 
 
-def _pages(plan: Plan) -> str:
+def pages_text(plan: Plan) -> str:
     """`1,000,064 in pages of 128`: what a sequence's pages hold, and what those of all ranks that share it do."""
     base, ways = plan.base, plan.best.request.placed.pools
     own = -(-base.max_len // base.page) * base.page

@@ -4,16 +4,20 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from kimi_graph import cli
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import CompileError, ConfigError, KimiGraphError, ShardingError
+from kimi_graph.fixture import make_fixture
 from kimi_graph.parallel import Mesh
 from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
@@ -201,6 +205,23 @@ def test_every_mesh_that_a_plan_prints_compiles(host: Host, name, devices):
             redundant_experts=o.choice.copies,
             weights_format=r.weights_format, phases=("prefill", "decode"), cache_dir=host.root.parent,
         )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, chip", [("kimi-linear-48b", "a3"), ("kimi-k3", "950dt")])
+def test_the_commands_that_a_plan_prints_run(host: Host, tmp_path, name, chip):
+    """As they are printed, but for where the bundle goes: with --dry-run nothing is written."""
+    fixture = make_fixture(load_config(name), tmp_path / "tiny", quantised=name == "kimi-k3")
+    wanted = Ask(model=str(fixture.folder), config=load_config(str(fixture.folder)), target=target(chip), devices=4,
+                 batch=8, max_len=256, page=16)  # fmt: skip
+    text = make_plan(wanted).text()
+    found = [line.removeprefix("compile   ") for line in text.splitlines() if line.startswith("compile   ")]
+    assert len(found) == 2
+    for line in found:
+        words = shlex.split(line, comments=True)
+        more = ["--dry-run", "--cache-dir", str(host.root.parent)]
+        result = CliRunner().invoke(cli.app, [*words[1:], *more])
+        assert words[0] == "kimi-graph" and result.exit_code == 0, result.output
 
 
 @pytest.mark.slow
