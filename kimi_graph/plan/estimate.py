@@ -182,6 +182,18 @@ class Machine:
             found[k] += v / self.chunks  # type: ignore[assignment]
         return Spent(dict(found))
 
+    def weights(self, w: Work) -> float:
+        """Bytes of weights that a node reads: of experts those that have rows, as they are kept."""
+        return w.weights * (self.chosen.touched * BYTES.get(self.form, 2.0) / 2 if w.experts else 1.0)
+
+    def load(self, works: Iterable[Work]) -> tuple[float, float]:
+        """FLOP of products, and bytes from and to HBM, of weights and states."""
+        flops = bytes_ = 0.0
+        for w in works:
+            flops += w.cube * (self.chosen.rows if w.experts else 1.0)
+            bytes_ += self.weights(w) + w.states
+        return flops, bytes_
+
     def node(self, w: Work) -> tuple[str, float]:
         """What binds a node, and its seconds without its launch."""
         f, die = self.factors, self.target.die
@@ -192,7 +204,7 @@ class Machine:
         rows = self.chosen.rows if w.experts else 1.0
         dtype = CUBE.get(self.form, w.dtype) if w.name == "grouped_matmul" else w.dtype
         rate = die.cube.get(dtype, die.cube["bf16"]).value
-        weights = w.weights * (self.chosen.touched * BYTES.get(self.form, 2.0) / 2 if w.experts else 1.0)
+        weights = self.weights(w)
         near = w.moved < die.l2.value / 2
         times = {
             f"cube {dtype}": w.cube * rows / (rate * f.cube),
@@ -232,14 +244,14 @@ class Step:
 
     Attributes:
         stages: of each pipeline stage. edges: seconds to hand values on.
-        kinds: of each kind of part, in all stages: how often, and one of them. works: its nodes.
+        kinds: of each kind of part, in all stages: how often, and one of them. loads: its FLOP and bytes from HBM.
     """
 
     bucket: Bucket
     stages: tuple[Spent, ...]
     kinds: Mapping[str, tuple[int, Spent]]
     edges: float
-    works: Mapping[str, tuple[Work, ...]] = field(default_factory=dict, repr=False)
+    loads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -270,7 +282,8 @@ def step(request: Request, b: Bucket, parts: Mapping[str, Part], m: Machine) -> 
     sizes = [s.stage.edge.bytes / ways for s in split if s.stage.edge is not None and b.phase != "vision"]
     distance = m.mesh.stage.world
     edges = sum(edge(size, m.target.links, distance, m.factors) for size in sizes)
-    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges, works={kind_of(k): p.works for k, p in parts.items()})
+    loads = {kind_of(name): m.load(part.works) for name, part in parts.items()}
+    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges, loads=loads)
 
 
 def _counted(parts: Iterable[Use], each: Mapping[str, Spent]) -> list[Spent]:

@@ -28,11 +28,11 @@ def plan_text(plan: Plan) -> str:
         f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); "
         f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
-        *_count(plan),
+        *(line for line in [*count_lines(plan), ""] if count_lines(plan)),
         f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
         *table([_HEAD, *(_row(x) for x in plan.options)]),
         *_others(plan),
-        *(f"{KINDS[kind]}: {words}" for kind, words in plan.tried.items()),
+        *tried_lines(plan),
         "",
         *_apart(plan),
         "",
@@ -54,7 +54,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _count(plan: Plan) -> list[str]:
+def count_lines(plan: Plan) -> list[str]:
     """How many dies, and how they are had."""
     t, lines = plan.ask.target, []
     if plan.fewer:
@@ -63,7 +63,12 @@ def _count(plan: Plan) -> list[str]:
         lines.append(f"{plan.bare:,} would do if dies could be had one by one; {hosts(t)}")
     if (whole := whole_up(t, plan.devices)) != plan.devices:
         lines.append(f"{plan.devices:,} dies are not had alone: {hosts(t)}; the next whole number is {whole:,}")
-    return [*lines, ""] if lines else []
+    return lines
+
+
+def tried_lines(plan: Plan) -> list[str]:
+    """Why what costs something beside is taken, or is not."""
+    return [f"{KINDS[kind]}: {words}" for kind, words in plan.tried.items()]
 
 
 def hosts(t: Target) -> str:
