@@ -7,10 +7,13 @@ from kimi_graph.compile.targets import Target
 from kimi_graph.config import MlaConfig
 from kimi_graph.models.decoder import is_sparse
 from kimi_graph.ops.attention import latent_heads, padded_heads
+from kimi_graph.parallel import Mesh
+from kimi_graph.parallel.collectives import Issued
 
 from .estimate import Decode, Prefill, Step, decode
-from .factors import PUBLISHED
+from .factors import PUBLISHED, Factors
 from .ledger import buckets_of
+from .network import crossing, hops
 from .profiles import table
 from .search import Option, Plan, dies, formats, gib
 from .sieve import KINDS, whole_up
@@ -29,12 +32,13 @@ def plan_text(plan: Plan) -> str:
         f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
         *(line for line in [*count_lines(plan), ""] if count_lines(plan)),
-        f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
+        _legal(plan),
         *table([_HEAD, *(_row(x) for x in plan.options)]),
         *_others(plan),
         *tried_lines(plan),
         "",
         *_apart(plan),
+        *link_lines(plan),
         "",
         *_ledger(o),
         *([f"heads     {padded}"] if (padded := padded_queries(plan)) else []),
@@ -52,6 +56,12 @@ def plan_text(plan: Plan) -> str:
         *(f"compile   {line}" for line in commands(plan)),
     ]
     return "\n".join(lines)
+
+
+def _legal(plan: Plan) -> str:
+    if plan.ask.mesh is not None:
+        return "the mesh that was asked for:"
+    return f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:"
 
 
 def count_lines(plan: Plan) -> list[str]:
@@ -163,6 +173,39 @@ def _apart(plan: Plan) -> list[str]:
     ]
 
 
+def link_lines(plan: Plan) -> list[str]:
+    """Which links the groups of the best mesh go over, and what one collective of a decode step takes on them."""
+    o, f = plan.best, plan.ask.factors
+    stage, links, c = o.choice.mesh.stage, o.request.target.links, o.request.config
+    rows = max(1, o.request.rows // stage.data)
+    names = {"tensor": "all_reduce", "context": "all_gather", "experts": "all_reduce"}
+    if o.choice.exchange and c.moe is not None:
+        names["experts"] = "expert_dispatch"
+    found = []
+    for direction, name in names.items():
+        axes = stage.atoms(direction)
+        if stage.size(axes) == 1 or (direction == "experts" and axes == stage.atoms("tensor")):
+            continue
+        sent = rows * (1 if c.moe is None or name != "expert_dispatch" else c.moe.top_k)
+        issued = Issued(name, axes, (sent, c.embed), c.dtype)
+        cross, levels = crossing(issued, stage, links, f), [hop.link.name for hop in hops(stage, axes, links)]
+        took = f"{name} of {sent:,} rows {1e6 * cross.seconds:,.1f} us ({cross.algorithm}), most of it on {cross.link}"
+        found.append(f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}: {took}{_inside(o, issued, f)}")
+    return [f"links     {line}" for line in found]
+
+
+def _inside(o: Option, issued: Issued, f: Factors) -> str:
+    """What the same takes within a host, where tensor crosses hosts."""
+    links = o.request.target.links
+    host = next((link.dies for link in links if link.name == "host"), 0)
+    stage = o.choice.mesh.stage
+    if not host or issued.axes != stage.atoms("tensor") or stage.tensor <= host:
+        return ""
+    within = Mesh(tensor=host)
+    own = crossing(Issued(issued.name, within.atoms("tensor"), issued.shape, issued.dtype), within, links, f)
+    return f"; of {host} in one host {1e6 * own.seconds:,.1f} us"
+
+
 def _ledger(o: Option) -> Iterator[str]:
     rows = [("ledger", "part", "dtype", *(f"stage {s.stage}" for s in o.ledger.stages[:8]))]
     keys = list(dict.fromkeys(key for s in o.ledger.stages for key in s.by_part()))
@@ -209,7 +252,7 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
     d = o.decode
     yield (
         f"decode    {duration(d.seconds)} a token of {sequences(d.rows)} with {d.context:,} tokens; "
-        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight"
+        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight{_card(plan, o, d)}"
         + (f", stages idle {d.idle:.0%}; {len(d.median.stages)} batches fill them" if len(d.median.stages) > 1 else "")
     )
     rows = [("batch", "tokens of each", "a token", "bound by", "tokens/s a die")]
@@ -225,6 +268,14 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
     ]
     yield from ("  " + x for x in table(rows))
     yield from _kinds("decode", d.median)
+
+
+def _card(plan: Plan, o: Option, d: Decode) -> str:
+    """Tokens/s of a die with all stages busy, and of a card where that has several dies."""
+    one = d.tokens_per_second(_world(o))
+    dies = next((link.dies for link in plan.ask.target.links if link.name == "package"), 1)
+    card = f", {dies * one:,.1f} a card of {dies}" if dies > 1 else ""
+    return f", {one:,.1f} a die{card} with all stages busy"
 
 
 def decode_points(plan: Plan, o: Option) -> list[Decode]:
@@ -294,6 +345,7 @@ def plan_json(plan: Plan) -> Any:
         "why_not_fewer": plan.fewer,
         "fewest_one_by_one": plan.bare or None,
         "tried": dict(plan.tried),
+        "links": [line.removeprefix("links").strip() for line in link_lines(plan)],
         "batch": plan.base.rows,
         "max_len": plan.base.max_len,
         "capacity": capacity(plan),

@@ -23,7 +23,7 @@ from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
 from kimi_graph.plan.ledger import make_ledger
 from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, make_plan
-from kimi_graph.plan.sieve import LONG, Choice, Sieve, like
+from kimi_graph.plan.sieve import LONG, Choice, Sieve, like, whole_up
 from kimi_graph.read_config import load_config
 from tests.compile.family import small_model
 
@@ -118,6 +118,54 @@ def test_planning_imports_neither_torchair_nor_what_torch_takes_long_to_import()
         "assert not {'torchair', 'torch._dynamo', 'sympy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensor_across_hosts_shows_what_its_sums_cost_beside_those_within_one():
+    text = make_plan(ask("kimi-linear-48b", mesh=Mesh(tensor=32), batch=8)).text()
+    (line,) = [line for line in text.splitlines() if line.startswith("links")]
+    found = re.search(
+        r"tensor 32 goes over package, host, network: .* ([\d.]+) us .*on network; of 16 in one host ([\d.]+) us", line
+    )
+    assert found and float(found[1]) > float(found[2])
+    assert re.search(r"[\d.]+ a die, [\d.]+ a card of 2 with all stages busy", text)
+
+
+def test_the_fewest_dies_are_whole_packages_and_whole_hosts():
+    a3, superpod, dt = (target(name) for name in ("a3", "a3-superpod", "950dt"))
+    assert [whole_up(a3, n) for n in (1, 2, 15, 16, 17, 92)] == [2, 2, 16, 16, 32, 96]
+    assert whole_up(superpod, 770) == 784 and [whole_up(dt, n) for n in (3, 9)] == [3, 16]
+
+
+@pytest.mark.slow
+def test_dies_that_could_only_be_had_one_by_one_are_told_apart():
+    plan = make_plan(ask("kimi-k3.1-pro", "a3", max_len=1_000_000, batch=1))
+    assert plan.devices % 16 == 0 and plan.bare < plan.devices
+    text = plan.text()
+    assert f"{plan.bare} would do if dies could be had one by one; a3 is had in whole ones: package 2, host 16" in text
+
+
+def test_so_many_dies_as_are_no_whole_hosts_are_evaluated_and_that_is_said():
+    text = make_plan(ask("kimi-linear-48b", "a3", devices=20, batch=20)).text()
+    assert "20 dies are not had alone" in text and "the next whole number is 32" in text
+
+
+@pytest.mark.parametrize("kind", ["context", "pad", "copies"])
+def test_what_costs_something_beside_is_taken_or_not_with_a_reason(kind):
+    assert re.match(
+        r"(taken|not taken|traced|not traced|not tried|no |there are no|does not fit)", on_950().tried[kind]
+    )
+
+
+def test_copies_of_experts_are_taken_where_the_busiest_rank_is_waited_for():
+    plan = make_plan(ask("kimi-k3.1-pro", "a3-superpod", devices=768))
+    assert plan.best.choice.copies and plan.tried["copies"].startswith("taken: ")
+    others = [o for o in plan.options if o.choice.kind == "plain"]
+    assert others and all(plan.best.ttft * plan.best.tpot < o.ttft * o.tpot for o in others)
+
+
+def test_context_parallelism_is_taken_where_rows_do_not_fill_the_ranks_of_a_long_prefill():
+    plan = make_plan(ask("kimi-linear-48b", "a3-superpod", devices=256, batch=1, max_len=1_048_576))
+    assert plan.best.choice.mesh.context > 1 and plan.tried["context"].startswith("taken: ")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
