@@ -119,13 +119,15 @@ def test_a_finding_says_what_would_explain_it(folder, known, said, fault, words)
     assert report.outcomes[-1].title == "layer 1 (kda and moe), decode"
     assert (report.finding.node, report.finding.type, report.finding.ranks) == ("layers.1.kda/MatMul", "MatMul", (1,))
     assert report.finding.why == words
-    assert "--avoid MatMul" in report.advice
+    assert report.advice.startswith("MatMul was no choice, nobody else serves it")
 
 
 def test_a_kernel_that_is_wrong_is_found_by_its_golden_case(folder, known, said):
-    report = bring_up(folder, FaultyDevice(said, broken("wrong scale", factor=1.1, everywhere=True)), known=known)
-    assert report.outcomes[-1].title == "operator MatMul (MatMul_0)"
-    assert (report.finding.type, report.finding.ranks) == ("MatMul", (1,))
+    fault = Fault(kind="wrong scale", rank=1, type="GatedRmsNorm", factor=1.1, everywhere=True)
+    report = bring_up(folder, FaultyDevice(said, fault), known=known)
+    assert report.outcomes[-1].title == "operator GatedRmsNorm (GatedRmsNorm_0)"
+    assert (report.finding.type, report.finding.ranks) == ("GatedRmsNorm", (1,))
+    assert "--avoid GatedRmsNorm; the next provider serves" in report.advice
 
 
 def test_ranks_that_have_each_others_weights_are_told(folder, known, said):
