@@ -200,12 +200,11 @@ def writing(folder: Path) -> Iterator[Path]:
     Raises:
         BundleError: `folder` exists and is not a bundle, or cannot be written.
     """
-    check_place(folder)
     try:
-        with new_folder(folder) as work:
+        with new_folder(folder, lambda: check_place(folder)) as work:
             yield work
     except OSError as e:
-        raise BundleError(f"{folder}: {e.strerror or e}; nothing was written.") from None
+        raise BundleError(f"{e.filename or folder}: {e.strerror or e}; nothing was written.") from None
 
 
 def caches_text(state: dict[str, Any]) -> str:

@@ -289,9 +289,12 @@ def save_checkpoint(
         CheckpointError: the folder exists; a tensor is missing, has a wrong shape, or has no data.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; choose a new folder, or delete it.")
-    with new_folder(folder) as work:
+
+    def may_replace() -> None:
+        if folder.exists():
+            raise CheckpointError(f"{folder}: exists already; choose a new folder, or delete it.")
+
+    with new_folder(folder, may_replace) as work:
         files = write_shards(work, specs, params, config.dtype, max_shard_bytes, packed)
         (work / "config.json").write_text(json.dumps(config.source, indent=2, sort_keys=True) + "\n")
     return ["config.json", *files]
