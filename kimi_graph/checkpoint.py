@@ -26,7 +26,7 @@ from .audit import DESCRIPTION, Audit, audit_names
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder
-from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, counted, read_headers
+from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, at_home, counted, read_headers
 from .models import Block, Decoder, model_specs
 from .naming import Names
 from .read_config import read_json
@@ -111,7 +111,7 @@ def audit(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelC
 def read_description(folder: Path) -> dict[str, Any] | None:
     """What msModelSlim says of a folder's tensors; None where it did not write them."""
     file = folder / DESCRIPTION
-    return read_json(file, MAX_INDEX, CheckpointError) if file.is_file() else None
+    return read_json(at_home(file), MAX_INDEX, CheckpointError) if file.is_file() else None
 
 
 def param_dtype(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
