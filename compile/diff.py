@@ -1,7 +1,7 @@
 """`kimi-graph diff A B`: what changed from one bundle to another, and whether it matters to who runs it.
 
-Compared are contents (all files but local.json), by hash first; where hashes differ, by what they say: model, target,
-mesh, state contract, nodes of graphs, recipes of weights, versions.
+Compared are contents (not local.json, nor weights that were made ahead), by hash first; where hashes differ, by what
+they say: model, target, mesh, state contract, nodes of graphs, recipes of weights, versions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

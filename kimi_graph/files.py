@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written under a temporary name beside their place, then renamed.
+"""Folders and files that are whole or not there: written under a temporary name beside their place, then renamed.
 
 Where something is replaced, the two are exchanged in one step (Linux), so that a process killed at any moment leaves
 the old folder or the new one. Elsewhere the old one is moved away first; killed between the two, it lies beside its
@@ -173,3 +173,23 @@ def _sweep(folder: Path) -> None:
                     _delete(path)
             finally:
                 os.close(lock)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that is the old one or the new one at any moment, and after a power failure."""
+    work = path.with_name(f"{path.name}.part")
+    work.unlink(missing_ok=True)  # also where it is a link
+    with work.open("xb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    work.replace(path)
+
+
+def read_into(path: Path, at: int, buffer: memoryview) -> int:
+    """Fill a buffer with the bytes of a file from byte `at` on; returns how many are missing."""
+    with path.open("rb", buffering=0) as f:
+        f.seek(at)
+        while buffer and (got := f.readinto(buffer)):
+            buffer = buffer[got:]
+    return len(buffer)
