@@ -17,15 +17,15 @@ from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
 COMMANDS = [
-    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "deploy",
-    "bringup",
+    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
+    "diff", "deploy", "bringup",
 ]  # fmt: skip
 
 
 class Found:
     """A result with many lines."""
 
-    passed = True
+    passed = same = True
     config = types.SimpleNamespace(layers=[None] * 5)
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
@@ -55,11 +55,14 @@ def run(monkeypatch):
 
         for module, names in {
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
+            "kimi_graph.compile.buckets": ["buckets_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.coverage": ["cover_model"],
             "kimi_graph.compile.bringup": ["bring_up"],
             "kimi_graph.compile.deploy": ["deploy_bundle", "hosts_example"],
+            "kimi_graph.compile.diff": ["diff_bundles"],
             "kimi_graph.compile.driver": ["compile_model"],
+            "kimi_graph.compile.expect": ["Expected"],
             "kimi_graph.compile.golden": ["write_golden"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
@@ -124,6 +127,8 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "lint",
         "weights",
         "verify",
+        "buckets",
+        "diff",
         "deploy",
         "bringup",
     ]
