@@ -1213,10 +1213,16 @@ def _(use: Use) -> Iterator[Fault | Met]:
     last = None if sources[0] is None else sources[0][-1:]
     for name in ("norm", "query"):
         yield from expect(name, use.shape(name), last)
+    addend, gain = use.shape("addend"), use.shape("gain")
+    yield from expect("addend", addend, addend and sources[0])
+    yield from expect("gain", gain, gain and last)
     yield from expect("y", use.made("y"), sources[0])
+    yield from expect("total", use.made("total"), (0,) if addend is None else sources[0])
     if last is not None:
-        bits = Dtype.of_proto(use.dtype("sources0") or F32).bits
-        yield from _sixteens("the width", last[0], (UNIFIED_BUFFER[use.target.soc] - 512) // (3 * bits // 8 + 16))
+        floats = 4 if gain is None else 5  # of the kernel, for each channel
+        element = Dtype.of_proto(use.dtype("sources0") or F32).bits // 8
+        most = (UNIFIED_BUFFER[use.target.soc] - 512) // (3 * element + 4 * floats)
+        yield from _sixteens("the width", last[0], most)
 
 
 UNIFIED_BUFFER = {"a2": 192 * 1024, "a3": 192 * 1024, "950": 248 * 1024}  # bytes a core can use; fact sheet, C.1

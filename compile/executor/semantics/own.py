@@ -181,22 +181,38 @@ def kda_chunk(
 @ge_op(
     "AttnResMix",
     provenance="own reading",
-    source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; "
+    source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; the "
+    "last one is its sum with the addend, rounded, which is total too; RmsNorm of the mix by gain, where there is one; "
     "float32 throughout",
+    outputs="y total",
 )
-def attn_res_mix(op: Op, sources: list[Tensor], norm: Tensor, query: Tensor) -> Tensor:
+def attn_res_mix(
+    op: Op, sources: list[Tensor], norm: Tensor, query: Tensor, addend: Tensor | None, gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
     op.same_dtype(*sources)
     shapes = {tuple(s.shape) for s in sources}
     op.require(len(shapes) == 1, f"sources of one shape expected, found {sorted(shapes)}")
-    width, eps = sources[0].shape[-1:], op.need("eps", float)
+    like, width, eps = sources[0], sources[0].shape[-1:], op.need("eps", float)
     op.require(norm.shape == query.shape == width, f"norm and query {list(width)} expected")
+    total = like.new_empty(0)
+    if addend is not None:
+        op.require(addend.shape == like.shape, f"addend {list(like.shape)} expected, found {list(addend.shape)}")
+        total = (at_least_f32(sources[-1]) + at_least_f32(addend)).to(like.dtype)
+        sources = [*sources[:-1], total]
     values = [at_least_f32(s) for s in sources]
-    normed = [v / torch.sqrt((v * v).mean(-1, keepdim=True) + eps) * at_least_f32(norm) for v in values]
-    scores = [(n * at_least_f32(query)).sum(-1, keepdim=True) for n in normed]
+    scores = [(_normed(v, norm, eps) * at_least_f32(query)).sum(-1, keepdim=True) for v in values]
     top = torch.stack(scores).amax(0)
     shares = [torch.exp(s - top) for s in scores]
-    total = torch.stack(shares).sum(0)
-    return (torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / total).to(sources[0].dtype)
+    mix = torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / torch.stack(shares).sum(0)
+    norm_eps = op.attr("norm_eps", 0.0)
+    if gain is not None:
+        op.require(gain.shape == width, f"gain {list(width)} expected, found {list(gain.shape)}")
+        mix = _normed(mix, gain, norm_eps)
+    return mix.to(like.dtype), total
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * at_least_f32(weight)
 
 
 def _decay(z: Tensor, rate: Tensor, bound: float) -> Tensor:

@@ -98,10 +98,16 @@ def turn_neighbours(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     )
 
 
-def mix(sources: list[torch.Tensor], norm: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def mix(sources: list[torch.Tensor], norm: torch.Tensor, query: torch.Tensor, *more: torch.Tensor) -> Any:
+    """With an addend of the last source and the gain of a norm of the mix, or without both."""
+    kind, total = sources[0].dtype, sources[0].new_empty(0)
+    if more:
+        total = sources[-1] + more[0]
+        sources = [*sources[:-1], total]
     wide = torch.stack([s.double() for s in sources])
     scores = F.rms_norm(wide, (6,), norm.double(), 2**-6) @ query.double()
-    return (scores.softmax(0)[..., None] * wide).sum(0).to(sources[0].dtype)
+    made = (scores.softmax(0)[..., None] * wide).sum(0)
+    return (F.rms_norm(made, (6,), more[1].double(), 2**-5) if more else made).to(kind), total
 
 
 CASES = [
@@ -407,6 +413,17 @@ CASES = [
         {"sources": [floats(2, 6), floats(2, 6, low=0)], "norm": floats(6), "query": floats(6, low=-1)},
         mix,
         {"eps": 2**-6},
+        outputs="y total",
+    ),
+    Case(
+        "AttnResMix",
+        {
+            "sources": [floats(2, 6), floats(2, 6, low=0)],
+            **{"norm": floats(6), "query": floats(6, low=-1), "addend": floats(2, 6), "gain": floats(6, low=-1)},
+        },
+        mix,
+        {"eps": 2**-6, "norm_eps": 2**-5},
+        outputs="y total",
     ),
 ]
 

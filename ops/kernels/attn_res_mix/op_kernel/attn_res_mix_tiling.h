@@ -5,5 +5,6 @@
 
 struct AttnResMixTiling {
     uint32_t tokens, width, sources;
-    float eps;
+    uint32_t has_addend, has_gain;
+    float eps, norm_eps;
 };
