@@ -345,6 +345,18 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
 
 
+@limit("AddRmsNorm")
+def _(use: Use) -> Iterator[Fault | Met]:
+    x, gamma = use.shape("x1"), use.shape("gamma")
+    yield from expect("x2", use.shape("x2"), x)
+    if x is not None and gamma is not None:
+        if x[len(x) - len(gamma) :] != gamma:
+            yield f"gamma is {_text(gamma)} for x1 {_text(x)}", "the last dims of x1", ""
+        yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
+    for name in ("y", "x"):
+        yield from expect(name, use.made(name), x)
+
+
 @limit("LayerNormV4")
 def _(use: Use) -> Iterator[Fault | Met]:
     x, dims = use.shape("x"), use.values("normalized_shape")
@@ -1140,6 +1152,21 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("y", use.made("y"), x)
     if x is not None:
         yield from _sixteens("the width", x[-1], 512)
+
+
+@limit("ResidualNormGate")
+def _(use: Use) -> Iterator[Fault | Met]:
+    x, given = use.shape("x"), {name: use.shape(name) for name in ("residual", "weight", "gate")}
+    for name in ("residual", "gate"):
+        yield from expect(name, given[name], given[name] and x)
+    yield from expect("y", use.made("y"), x)
+    yield from expect("sum", use.made("sum"), (0,) if given["residual"] is None else x)
+    if not any(given.values()):
+        yield "nothing to do", "a residual, a weight or a gate", ""
+    if x is not None and given["weight"] is not None:
+        yield from expect("weight", given["weight"], x[-1:])
+        element = Dtype.of_proto(use.dtype("x") or F32).bits // 8
+        yield from _sixteens("the width", x[-1], (UNIFIED_BUFFER[use.target.soc] - 512) // (4 * element + 12))
 
 
 @limit("ShortConv")

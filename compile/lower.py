@@ -134,8 +134,8 @@ class Room:
             CompileError: none can; why each cannot.
         """
         passed: list[str] = []
-        for offer in self._asked(offers):
-            why = self._not_there(offer) or offer.refuses(self, *args)
+        for offer in asked(offers, self.target.providers):
+            why = not_there(offer, self.soc, self.cann) or offer.refuses(self, *args)
             if not why:
                 self.chose(kind, offer.operator, "; ".join([offer.reason, *passed]), offer.provider)
                 return offer.make(self, *args)
@@ -143,21 +143,6 @@ class Room:
         left = sorted({o.provider for o in offers} - set(self.target.providers))
         more = f" --providers does not name {', '.join(left)}, who might." if left else ""
         raise CompileError(f"{kind}: nobody serves it ({'; '.join(passed) or 'nobody was asked'}).{more}")
-
-    def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
-        order: tuple[str, ...] = self.target.providers
-        asked = [offer for offer in offers if offer.provider in order]
-        return asked if order == PROVIDERS_DEFAULT else sorted(asked, key=lambda o: order.index(o.provider))
-
-    def _not_there(self, offer: Offer) -> str:
-        """Why the target has not an offer's operators; basic ones are everywhere."""
-        for type_ in offer.operator.split(", "):
-            found = find(type_)
-            if found is not None and self.soc not in found.socs:
-                return f"no kernel for {self.soc}"
-            if found is not None and not found.is_in(self.soc, self.cann):
-                return f"built in since CANN {found.since.split()[0]}, this is for {self.cann}"
-        return ""
 
     # ---- what is known of a value ----
 
@@ -426,6 +411,23 @@ class Room:
 def version(release: str) -> tuple[int, ...]:
     """`"9.1"` as numbers that compare."""
     return tuple(map(int, release.split(".")))
+
+
+def asked(offers: Sequence[Offer], order: tuple[str, ...]) -> list[Offer]:
+    """The offers of some providers in their order; in the default order, as they are listed."""
+    found = [offer for offer in offers if offer.provider in order]
+    return found if order == PROVIDERS_DEFAULT else sorted(found, key=lambda o: order.index(o.provider))
+
+
+def not_there(offer: Offer, soc: str, cann: str) -> str:
+    """Why a target has not an offer's operators; basic ones are everywhere."""
+    for type_ in offer.operator.split(", "):
+        found = find(type_)
+        if found is not None and soc not in found.socs:
+            return f"no kernel for {soc}"
+        if found is not None and not found.is_in(soc, cann):
+            return f"built in since CANN {found.since.split()[0]}, this is for {cann}"
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -195,6 +195,14 @@ FUSED = [
         source=_NN,
     ),
     Row(
+        type="AddRmsNorm",
+        ins="x1 x2 gamma: F32/F16/BF16",
+        outs="y: F32/F16/BF16; rstd: F32; x: F32/F16/BF16",
+        attrs="epsilon: Float = 1e-6",
+        same="x1 x2 gamma y x",
+        source=_NN,
+    ),
+    Row(
         type="SwiGlu",
         ins="x: F32/F16/BF16",
         outs="y: F32/F16/BF16",
@@ -692,6 +700,15 @@ OWN = [
         same="x gate y",
         provider="own",
         source="the reference gated_rms_norm",
+    ),
+    Row(
+        type="ResidualNormGate",
+        ins=f"x residual? weight? gate?: {_REAL}",
+        outs=f"y sum: {_REAL}",
+        attrs="eps: Float = 0.0",
+        same="x residual gate y sum",
+        provider="own",
+        source="the references rms_norm and sigmoid_gate",
     ),
     Row(
         type="ShortConv",

@@ -240,6 +240,9 @@ CASES = {
         lambda gate, up: ops.situ_mul(gate, up, 4.0, 25.0),
         {"gate": rand(2, 3, 6, scale=5.0), "up": rand(2, 3, 6, scale=30.0)},
     ),
+    "sigmoid_gate": Case(
+        lambda x, gate: ops.sigmoid_gate(x, gate), {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0)}
+    ),
     "residual_mix of one": mixed(1),
     "residual_mix of four": mixed(4),
     "layer_norm": Case(
@@ -448,6 +451,9 @@ COMPOSED = {
     "gated_rms_norm": Case(
         lambda x, gate, weight: ops.gated_rms_norm(x, gate, weight, 1e-5),
         {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0), "weight": rand(8)},
+    ),
+    "sigmoid_gate": Case(
+        lambda x, gate: ops.sigmoid_gate(x, gate), {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0)}
     ),
     "residual_mix of one": mixed(1),
     "residual_mix of four": mixed(4),

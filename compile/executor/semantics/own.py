@@ -24,6 +24,34 @@ def gated_rms_norm(op: Op, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 @ge_op(
+    "ResidualNormGate",
+    provenance="own reading",
+    source="our operator: sum = x + residual, rounded; y = RmsNorm(sum) * weight * sigmoid(gate), of what is given; "
+    "float32 throughout",
+    outputs="y sum",
+)
+def residual_norm_gate(
+    op: Op, x: Tensor, residual: Tensor | None, weight: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    eps, made, total = op.attr("eps", 0.0), at_least_f32(x), x.new_empty(0)
+    for name, given, shape in (
+        ("residual", residual, x.shape),
+        ("weight", weight, x.shape[-1:]),
+        ("gate", gate, x.shape),
+    ):
+        op.require(given is None or given.shape == shape, f"{name} {list(shape)} expected")
+    if residual is not None:
+        op.same_dtype(x, residual)
+        total = (made + at_least_f32(residual)).to(x.dtype)
+        made = at_least_f32(total)
+    if weight is not None:
+        made = _normed(made, weight, eps)
+    if gate is not None:
+        made = made / (1 + torch.exp(-at_least_f32(gate)))
+    return made.to(x.dtype), total
+
+
+@ge_op(
     "SituMul",
     provenance="own reading",
     source="our operator: beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), float32 inside, rounded once",
@@ -181,9 +209,9 @@ def kda_chunk(
 @ge_op(
     "AttnResMix",
     provenance="own reading",
-    source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; the "
-    "last one is its sum with the addend, rounded, which is total too; RmsNorm of the mix by gain, where there is one; "
-    "float32 throughout",
+    source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; "
+    "the last one is its sum with the addend, rounded, which is total too; RmsNorm of the mix by gain, where there is "
+    "one; float32 throughout",
     outputs="y total",
 )
 def attn_res_mix(

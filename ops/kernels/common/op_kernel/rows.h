@@ -170,7 +170,7 @@ __aicore__ inline void LongSum(const LocalTensor<float>& sum, const LocalTensor<
     AscendC::WholeReduceSum<float>(sum, x, count, 1, 1, 1, 8);
 }
 
-// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up and may not be x or the numerator.
+// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up; it may be x, not the numerator.
 __aicore__ inline void TimesSigmoid(const LocalTensor<float>& y, const LocalTensor<float>& numerator,
                                     const LocalTensor<float>& x, const LocalTensor<float>& work, uint32_t count)
 {
