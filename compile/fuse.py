@@ -31,11 +31,11 @@ class Fused:
     """What became of a graph.
 
     Attributes:
-        choices: which operator took which chains, and why. moved: the edge that has a value now, by the edge it had; ""
-            where no edge has it any more.
+        choices: which operator took chains and why, with the names of their norms. moved: the edge that has a value
+            now, by the edge it had; "" where no edge has it any more.
     """
 
-    choices: dict[Choice, None] = field(default_factory=dict)
+    choices: dict[Choice, list[str]] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
 
 
@@ -93,7 +93,8 @@ class _Chains:
             why = not_there(offer, self.target.soc, self.target.cann) or offer.refuses(self.target, chain)
             if not why:
                 words = "; ".join([offer.reason, *passed])
-                self.fused.choices.setdefault(Choice(kind, offer.operator, words, provider=offer.provider))
+                chosen = Choice(kind, offer.operator, words, provider=offer.provider)
+                self.fused.choices.setdefault(chosen, []).append(chain.norm.name)
                 moved = offer.make(self.target, chain)
                 self.gone.update(split_edge(edge)[0] for edge in moved)
                 self.fused.moved |= moved

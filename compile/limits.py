@@ -591,6 +591,20 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield from expect("mxscale", use.made("mxscale"), (*x[:-1], -(-x[-1] // 64), 2))
 
 
+@limit("SituMxQuant")
+def _(use: Use) -> Iterator[Fault | Met]:
+    yield from one_of("dst_type", use.attr("dst_type"), (35, 36, 40, 41))
+    yield from exactly("axis", use.attr("axis"), -1)
+    x = use.shape("x")
+    if not x:
+        return
+    if x[-1] % 2:
+        yield f"the last dim of x {_text(x)} is odd", "two halves", ""
+    half = x[-1] // 2
+    yield from expect("y", use.made("y"), (*x[:-1], half))
+    yield from expect("y_scale", use.made("y_scale"), (*x[:-1], -(-half // 64), 2))
+
+
 @limit("DynamicBlockQuant")
 def _(use: Use) -> Iterator[Fault | Met]:
     x, new = use.shape("x"), use.target.soc == "950"
@@ -1142,6 +1156,17 @@ def _(use: Use) -> Iterator[Fault | Met]:
 def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("up", use.shape("up"), use.shape("gate"))
     yield from expect("y", use.made("y"), use.shape("gate"))
+
+
+@limit("SituMulQuant")
+def _(use: Use) -> Iterator[Fault | Met]:
+    gate = use.shape("gate")
+    yield from expect("up", use.shape("up"), gate)
+    yield from expect("y", use.made("y"), gate)
+    if gate:
+        yield from expect("scale", use.made("scale"), gate[:-1])
+        element = Dtype.of_proto(use.dtype("gate") or F32).bits // 8
+        yield from _sixteens("the width", gate[-1], (UNIFIED_BUFFER[use.target.soc] - 832) // (4 * element + 18))
 
 
 @limit("GatedRmsNorm")

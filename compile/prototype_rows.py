@@ -613,6 +613,25 @@ FUSED = [
         source=_NN,
     ),
     Row(
+        type="SituMxQuant",
+        ins="x: F16/BF16",
+        outs="""
+            y: E2M1/E1M2/E4M3/E5M2
+            y_scale: E8M0
+        """,
+        attrs="""
+            beta: Float = 1.0
+            linear_beta: Float = 0.0
+            activate_left: Bool = false
+            axis: Int = -1
+            dst_type: Int = 40
+            round_mode: String = "rint"
+        """,
+        socs="950",
+        since="9.2",
+        source=_NN,
+    ),
+    Row(
         type="CausalConv1d",
         ins="""
             x weight conv_states: BF16/F16
@@ -677,6 +696,15 @@ OWN = [
         same="gate up y",
         provider="own",
         source="the reference situ_mul",
+    ),
+    Row(
+        type="SituMulQuant",
+        ins=f"gate up: {_REAL}",
+        outs="y: I8; scale: F32",
+        attrs="beta: Float; linear_beta: Float",
+        same="gate up",
+        provider="own",
+        source="the reference situ_mul, then DynamicQuant",
     ),
     Row(
         type="KdaStep",

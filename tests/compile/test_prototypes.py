@@ -219,7 +219,8 @@ DIFFERENCES = {
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
     "ResidualNormGate", "SituMulQuant", "CausalConv1d", "KvQuantSparseFlashAttention",
-    "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu", "SparseFlashAttention",
+    "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu", "SituMxQuant",
+    "SparseFlashAttention",
 }  # fmt: skip
 
 

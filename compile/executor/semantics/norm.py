@@ -78,8 +78,13 @@ def situ_glu(op: Op, x: Tensor) -> Tensor:
     op.require(x.shape[dim] % 2 == 0, f"size {x.shape[dim]} of dimension {dim} is odd")
     left, right = at_least_f32(x).chunk(2, dim)
     gate, up = (left, right) if op.attr("activate_left", True) else (right, left)
+    return situ(gate, up, beta, bound).to(x.dtype)
+
+
+def situ(gate: Tensor, up: Tensor, beta: float, bound: float) -> Tensor:
+    """The formula alone, in the dtype of the floats."""
     up = bound * torch.tanh(up / bound) if bound > 0 else up
-    return (beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate)) * up).to(x.dtype)
+    return beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate)) * up
 
 
 @ge_op(

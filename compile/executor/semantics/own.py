@@ -66,6 +66,24 @@ def situ_mul(op: Op, gate: Tensor, up: Tensor) -> Tensor:
 
 
 @ge_op(
+    "SituMulQuant",
+    provenance="own reading",
+    source="our operator: SituMul in float32, the largest of a row / 127 is its scale, numbers over it rounded to the "
+    "nearest even (as DynamicQuant); rows of zeros have the scale 0",
+    outputs="y scale",
+)
+def situ_mul_quant(op: Op, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    made = situ_mul(op, at_least_f32(gate), at_least_f32(up))
+    if op.exact:
+        return made, made.new_ones(made.shape[:-1])
+    if made.is_meta:
+        return made.new_empty(made.shape, dtype=torch.int8), made.new_empty(made.shape[:-1])
+    scale = made.abs().amax(-1) / 127
+    over = torch.where(scale == 0, 1.0, scale)[..., None]
+    return (made / over).round().to(torch.int8), scale
+
+
+@ge_op(
     "ShortConv",
     provenance="own reading",
     source="our operator: silu of a causal depthwise convolution, oldest tap first, the last W - 1 real inputs kept; "

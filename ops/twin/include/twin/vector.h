@@ -308,6 +308,9 @@ void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode&
         else if (mode == RoundMode::CAST_RINT)
             twin::Short("Cast", [](auto x) { return std::nearbyint(x); }, dst, count, src);
         else twin::Refuse("Cast: the twin makes int32_t of float with CAST_FLOOR or CAST_RINT");
+    } else if constexpr (std::is_same_v<T, int8_t> && std::is_same_v<U, half>) {
+        if (mode != RoundMode::CAST_RINT) twin::Refuse("Cast: the twin makes int8_t of half with CAST_RINT");
+        twin::Short("Cast", [](auto x) { return std::clamp(std::nearbyint(x), -128.0f, 127.0f); }, dst, count, src);
     } else {
         twin::Refuse("Cast: no way from %s to %s", twin::TypeName<U>(), twin::TypeName<T>());
     }
@@ -351,6 +354,33 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
         const uint32_t at = start + uint32_t(r * dstRepStride * sizeof(T));
         *reinterpret_cast<T*>(twin::Reach("WholeReduceSum", twin::PIPE_OF_V, dst.place, at, sizeof(T), true)) =
             twin::Store<T>(sum[0]);
+    }
+}
+
+enum class ReduceOrder : uint8_t { ORDER_VALUE_INDEX, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
+
+// The largest of each repeat, side by side for dstRepStride 1; without its place.
+template <typename T, bool isSetMask = true>
+void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t mask, const int32_t repeatTime,
+                    const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,
+                    ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX)
+{
+    twin::Takes<T, half, float>("WholeReduceMax");
+    if (order != ReduceOrder::ORDER_ONLY_VALUE) twin::Refuse("WholeReduceMax: the twin gives the value alone");
+    constexpr uint32_t lanes = twin::REPEAT / sizeof(T), per = twin::BLOCK / sizeof(T);
+    twin::Begin("WholeReduceMax", mask, lanes, repeatTime);
+    const twin::Reader from("WholeReduceMax", src.place, {uint32_t(srcBlkStride), uint32_t(srcRepStride)});
+    const uint32_t start = twin::Aligned("WholeReduceMax", dst.place, sizeof(T));
+    for (int32_t r = 0; r < repeatTime; r++) {
+        float most = -INFINITY;
+        for (int32_t b = 0; b * int32_t(per) < mask; b++) {
+            const uint32_t n = std::min<uint32_t>(per, mask - b * per);
+            const T* x = reinterpret_cast<const T*>(from.At(r, b, n * sizeof(T)));
+            for (uint32_t i = 0; i < n; i++) most = std::max<float>(most, twin::Load(x[i]));
+        }
+        const uint32_t at = start + uint32_t(r * dstRepStride * sizeof(T));
+        *reinterpret_cast<T*>(twin::Reach("WholeReduceMax", twin::PIPE_OF_V, dst.place, at, sizeof(T), true)) =
+            twin::Store<T>(most);
     }
 }
 
