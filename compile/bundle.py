@@ -5,6 +5,7 @@ manifest.json     what it is: model, target, phases, state contract, hashes, wha
 weights.json      the weight plan: of which checkpoint tensors and by which steps each graph weight is made
 graphs/*.air      one static graph per phase and bucket
 constants.bin     with `--weights constant`: the weights themselves, which the graphs' FileConstant nodes point into
+kernels/          where a graph has an operator of this project: what builds them, as `kernels export` writes it
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
 ```
@@ -13,7 +14,7 @@ Paths inside are relative, but for local.json.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,10 @@ from typing import Any
 from kimi_graph.errors import BundleError
 from kimi_graph.files import new_folder
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
-CONSTANTS, SOURCES, LOCAL = "constants.bin", "sources.json", "local.json"
-OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL})
+CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
+OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS})
 
 
 @contextmanager
@@ -83,6 +84,29 @@ class Bundle:
             path = self.folder / entry["file"]
             _compare_hash(file_hash(path) if path.is_file() else "none", entry["sha256"], path)
 
+    def kernels_state(self) -> str:
+        """What there is of the operator project, in words; "none" where no graph needs one.
+
+        Raises:
+            BundleError: a file of it is missing, changed, or not in the manifest.
+        """
+        entry, where = self.manifest["kernels"], self.folder / KERNELS
+        listed = {} if entry is None else entry["files"]
+        if outside := [n for n in listed if not n.startswith(f"{KERNELS}/") or ".." in Path(n).parts]:
+            raise BundleError(f"{self.folder / MANIFEST}: {outside[0]!r} is no file of {KERNELS}/.")
+        found = {p.relative_to(self.folder).as_posix() for p in where.rglob("*") if not p.is_dir()}
+        if foreign := sorted(found - set(listed)):
+            raise BundleError(f"{self.folder / foreign[0]}: not in the manifest; a build of kernels/ goes elsewhere.")
+        for name, digest in listed.items():
+            path = self.folder / name
+            _compare_hash(file_hash(path) if path.is_file() else "none", digest, path)
+        return "none" if entry is None else f"{len(listed)} files build {', '.join(entry['operators'])}"
+
+
+def kernels_entry(files: Mapping[str, bytes], operators: Sequence[str]) -> dict[str, Any]:
+    """The manifest's entry of the operator project whose files lie in the bundle under these names."""
+    return {"operators": list(operators), "files": {n: hashlib.sha256(data).hexdigest() for n, data in files.items()}}
+
 
 def check_hash(data: bytes, expected: str, path: Path) -> None:
     """Raises BundleError where `data` is not what the manifest says."""
@@ -133,7 +157,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
     if missing := sorted(
-        {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh"} - set(manifest)
+        {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh", "kernels"} - set(manifest)
     ):
         raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
     weights = folder / WEIGHTS

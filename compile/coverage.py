@@ -39,7 +39,7 @@ from .view import Node, View, view
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
 BETWEEN, REST = "between ranks", "the rest"  # kinds of what no lowering chose
 NO_KERNEL = "no kernel yet"
-WIDTH = 118  # of a line
+WIDTH = 100  # of a line
 KERNELS = Path(kimi_graph.ops.__file__).parent / "kernels"
 CODES = re.compile(r"_(type|mode|item|alg)\b|\b(input_)?layout")  # attributes that choose a form: they are no sizes
 
@@ -137,10 +137,11 @@ class Coverage:
                 lines += ["", f"{phase}: {part}{times}"]
                 for row in rows:
                     lines += _row_lines(row)
-                lines += [f"  CANNOT BE SERVED: {u.why}" for u in self.unserved if (u.phase, u.part) == (phase, part)]
+                for u in (u for u in self.unserved if (u.phase, u.part) == (phase, part)):
+                    lines += _wrapped("  ", f"CANNOT BE SERVED: {u.why}")
         lines += [""] if self.packages or self.conflict else []
-        lines += self._points()
-        lines += [f"CONFLICT: {self.conflict}"] if self.conflict else []
+        for point in [*self._points(), *([f"CONFLICT: {self.conflict}"] if self.conflict else [])]:
+            lines += _wrapped("", point)
         return "\n".join(lines)
 
     def _points(self) -> list[str]:
@@ -190,7 +191,8 @@ def _row_lines(row: Served) -> Iterator[str]:
 
 
 def _wrapped(head: str, words: str) -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent=head, subsequent_indent=" " * max(4, len(head)))
+    wrapper = textwrap.TextWrapper(WIDTH, head, " " * max(4, len(head)), break_on_hyphens=False, break_long_words=False)
+    return wrapper.wrap(words)
 
 
 def _cells(cells: Iterable[str]) -> str:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from kimi_graph.ops.kernel_project import commands
+
 from . import air
-from .bundle import SOURCES, Bundle, as_written, caches_text, open_bundle, read_json
+from .bundle import KERNELS, SOURCES, Bundle, as_written, caches_text, open_bundle, read_json
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
+from .manifest import target_of
 from .mesh_manifest import collective_lines, mesh_lines
 from .order import Overlap, overlap_kinds
 from .origins import Origins, source_of
@@ -55,6 +58,7 @@ class Contents:
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g, self.overlaps.get(g["name"], ()))]
         for title, points in (
+            ("operators of ours, on a host with CANN", self._build_lines()),
             ("chosen", _choice_lines(m)),
             ("assumed", m["assumptions"]),
             ("not proved", m["unproved"]),
@@ -62,6 +66,14 @@ class Contents:
             if points:
                 lines += ["", title, *(f"  {point}" for point in points)]
         return "\n".join(lines)
+
+    def _build_lines(self) -> list[str]:
+        """What makes a package of the operator project, if there is one, and installs it."""
+        if self.bundle.manifest["kernels"] is None:
+            return []
+        said = f"# {self.bundle.kernels_state()}; {KERNELS}/README.md says more"
+        chip = target_of(self.bundle.manifest).op_soc
+        return [said, *commands(chip, (self.bundle.folder / KERNELS).as_posix())]
 
 
 def _choice_lines(manifest: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 One function per proof; each says what it has proved, or the first thing that is not so:
 
 * files: hashes; manifest and weight plan are those of the graphs.
+* kernels: the project that builds operators of ours is whole, unchanged, and has those that graphs need.
 * graphs: every graph against operator prototypes, limits and rules (`checks`).
 * groups: each group is in the manifest, has every rank of its stages once, and no more ranks than one stage has.
 * collectives: in each graph edges make one order of them; all ranks of a group issue the same ones with the same sizes.
@@ -115,6 +116,7 @@ def lint_bundle(folder: Path, torchair: Path | None = None) -> LintReport:
         files = Files(bundle, bundle_config(bundle), models)
     proofs: dict[str, Callable[[], str]] = {
         "files": lambda: _files(files),
+        "kernels": files.bundle.kernels_state,
         "graphs": lambda: _graphs(files, torchair),
         "groups": lambda: _groups(files),
         "collectives": lambda: _collectives(files),

@@ -23,7 +23,7 @@ from . import caches, mesh_manifest, recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .meshes import Layout, layout_of
-from .packages import packages_of
+from .packages import own_types, packages_of
 from .phases import Bucket, graph_inputs, stage_parts
 from .recipe import Step
 from .targets import Target, target
@@ -286,10 +286,22 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
     _check_plan(bundle, config, models.values(), layout)
-    needed = packages_of({op.type for model in models.values() for op in model.graph[0].op})
+    types = {op.type for model in models.values() for op in model.graph[0].op}
+    _check_kernels(where, manifest["kernels"], own_types(types))
+    needed = packages_of(types)
     _compare(where, "packages", manifest.get("packages"), [n.to_json() for n in needed])
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
+
+
+def _check_kernels(where: Any, entry: Mapping[str, Any] | None, own: list[str]) -> None:
+    """The operator project is there where graphs need it, and has their operators."""
+    if entry is None and own:
+        raise BundleError(f"{where}: kernels is nothing; the graphs have {', '.join(own)}, which no other package has.")
+    if entry is not None and not own:
+        raise BundleError(f"{where}: kernels are listed; the graphs have no operator of this project.")
+    if entry is not None and (missing := sorted(set(own) - set(entry["operators"]))):
+        raise BundleError(f"{where}: kernels has no operator {missing[0]}, which the graphs have.")
 
 
 def _check_whole(

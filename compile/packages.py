@@ -38,7 +38,7 @@ PACKAGES = {
             "SparseFlashAttention": "without sinks",
         },
     ),
-    "own": Package(build="kimi-graph kernels export DIR", replaces={}),
+    "own": Package(build="the bundle's kernels/, or kimi-graph kernels export DIR", replaces={}),
 }
 
 
@@ -77,6 +77,11 @@ def package_lines(manifest: Mapping[str, Any]) -> list[str]:
 def folder_of(type_: str) -> str:
     """`RecurrentKda` is built of the folder `recurrent_kda`."""
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in type_).lstrip("_")
+
+
+def own_types(types: Iterable[str]) -> list[str]:
+    """Those of this project among operator types."""
+    return sorted(t for t in set(types) if t in ROWS and ROWS[t].provider == "own")
 
 
 def packages_of(types: Iterable[str]) -> list[Needed]:

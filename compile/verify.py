@@ -26,11 +26,12 @@ from kimi_graph.config import MlaConfig, ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
+from kimi_graph.ops.kernel_project import project_files
 from kimi_graph.read_config import parse_config
 from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
-from .bundle import LOCAL, Bundle, as_written, open_bundle, read_json
+from .bundle import KERNELS, LOCAL, Bundle, as_written, kernels_entry, open_bundle, read_json
 from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
@@ -769,6 +770,20 @@ def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
 
+def _check_kernels(bundle: Bundle) -> None:
+    """Raises VerifyError where the kernels that the twin would run are not those that the bundle has."""
+    entry = bundle.manifest["kernels"]
+    if entry is None:
+        return
+    here = kernels_entry({f"{KERNELS}/{name}": data for name, data in project_files().items()}, entry["operators"])
+    differ = [n for n in sorted({**entry["files"], **here["files"]}) if entry["files"].get(n) != here["files"].get(n)]
+    if differ:
+        raise VerifyError(
+            f"--kernels twin runs the kernels of this installation; {bundle.folder / differ[0]} is of another: compile "
+            f"it again, or verify it with the version that made it ({bundle.manifest['made_by']['kimi_graph']})."
+        )
+
+
 def verify_bundle(
     folder: Path,
     *,
@@ -799,11 +814,13 @@ def verify_bundle(
         graphs = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
         check_claims(bundle, config, graphs)
         bundle.check_constants()
+        bundle.kernels_state()
         _check_steps(bundle, steps)
     weights = find_checkpoint(bundle, checkpoint)
     if kernels is not None and (processes or "native" not in modes):
         raise VerifyError("--kernels twin: runs in this process and in native mode; leave --processes and --mode out.")
     if kernels is not None:
+        _check_kernels(bundle)
         arch = ARCH[target(bundle.manifest["target"]["name"]).soc]
         with kernels_on_twin(arch, kernels) as ours:
             report = compare(bundle, config, weights, modes, steps, seed, progress)

@@ -1,6 +1,10 @@
-"""The operator project that a machine with CANN builds our kernels from: their sources, CMake lists, the commands."""
+"""The operator project that a machine with CANN builds our kernels from: their sources, CMake lists, the commands.
+
+The same sources give the same bytes: `kimi-graph kernels export` writes them, and so does a bundle that needs them.
+"""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +20,9 @@ SOCS = ("ascend910b", "ascend910_93", "ascend950")
 _TOP = f"""\
 cmake_minimum_required(VERSION 3.16)
 project({MARK})
-find_package(ASC REQUIRED)
+find_package(ASC REQUIRED HINTS $ENV{{ASCEND_HOME_PATH}}/compiler/tikcpp/ascendc_kernel_cmake)
 
+set(CMAKE_CXX_STANDARD 17)
 if(NOT DEFINED ASCEND_COMPUTE_UNIT)
   set(ASCEND_COMPUTE_UNIT {" ".join(SOCS)})
 endif()
@@ -29,10 +34,10 @@ add_subdirectory(op_kernel)
 """
 
 _HOST = """\
-set(sources
+set(sources  # whole paths: definitions are compiled by make, from another folder
 {sources}
 )
-npu_op_code_gen(SRC ${{sources}} PACKAGE ${{package_name}} OUT_DIR ${{ASCEND_AUTOGEN_PATH}})
+npu_op_code_gen(SRC ${{sources}} PACKAGE ${{package_name}} OUT_DIR ${{ASCEND_AUTOGEN_PATH}} COMPILE_OPTIONS -std=c++17)
 file(GLOB aclnn ${{ASCEND_AUTOGEN_PATH}}/aclnn_*.cpp)
 file(GLOB proto ${{ASCEND_AUTOGEN_PATH}}/op_proto.cc)
 set_source_files_properties(${{aclnn}} ${{proto}} PROPERTIES GENERATED TRUE)
@@ -59,16 +64,25 @@ bring an operator of one name, or one vendor, replace each other.
 On a machine with CANN (its development kit, CMake 3.16 or newer), in this folder:
 
 ```bash
-source ${{ASCEND_HOME_PATH:-/usr/local/Ascend/cann}}/set_env.sh
-cmake -S . -B build -DASCEND_COMPUTE_UNIT={soc}   # or {others}
-cmake --build build --target binary package -j
-./build/custom_opp_*.run                          # into $ASCEND_OPP_PATH/vendors; or --install-path=DIR
+{commands}
 ```
 
-Where it was installed to another folder, `source DIR/vendors/{vendor}/bin/set_env.bash` before `atc` and before the
-program that runs a graph: both look operators up. `op_graph/` says what the graph's nodes look like; the build makes
+`{soc}` is A3, `{a2}` A2, `{a5}` 950. The last line installs into $ASCEND_OPP_PATH/vendors, or with
+`--install-path=DIR` into another folder: then `source DIR/vendors/{vendor}/bin/set_env.bash` before `atc` and the
+program that runs a graph, as both look operators up. `op_graph/` says what the graph's nodes look like; the build makes
 its own prototype of the definition.
 """
+
+
+def commands(soc: str, folder: str = ".") -> tuple[str, ...]:
+    """What a machine with CANN runs to build the project in `folder` for a chip, and to install the package."""
+    build = "build" if folder == "." else "kernels-build"  # never inside a bundle
+    return (
+        "source ${ASCEND_HOME_PATH:-/usr/local/Ascend/cann}/set_env.sh",
+        f"cmake -S {folder} -B {build} -DASCEND_COMPUTE_UNIT={soc}",
+        f"cmake --build {build} --target binary package -j",
+        f"./{build}/custom_opp_*.run",
+    )
 
 
 @dataclass(frozen=True)
@@ -91,23 +105,40 @@ def export_kernels(folder: str | Path, *, overwrite: bool = False) -> Exported:
     """
     folder = Path(folder)
     _check_place(folder, overwrite)
-    names = kernels()
+    files = project_files()
     with new_folder(folder) as work:
-        (work / "CMakeLists.txt").write_text(_TOP)
-        for name in names:
-            _copy(name, work)
-        hosts = [f"  {name}/{path.name}" for name in names for path in sorted((work / "op_host" / name).glob("*.cpp"))]
-        (work / "op_host" / "CMakeLists.txt").write_text(_HOST.format(sources="\n".join(hosts)))
-        kernel_sources = "".join(
-            f"npu_op_kernel_sources(ascendc_kernels OP_TYPE {type_of(name)} KERNEL_DIR {name} KERNEL_FILE {name}.cpp)\n"
-            for name in names
-        )
-        (work / "op_kernel" / "CMakeLists.txt").write_text(_KERNEL.format(sources=kernel_sources))
-        types = tuple(map(type_of, names))
-        words = {"names": ", ".join(types), "vendor": VENDOR, "soc": SOCS[1], "others": " or ".join(SOCS[::2])}
-        (work / "README.md").write_text(_README.format(**words))
-        files = sum(path.is_file() for path in work.rglob("*"))
-    return Exported(folder, types, files)
+        for name, data in files.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            (work / name).write_bytes(data)
+    return Exported(folder, operators(), len(files))
+
+
+def operators() -> tuple[str, ...]:
+    """Operator types of the project."""
+    return tuple(map(type_of, kernels()))
+
+
+def project_files() -> dict[str, bytes]:
+    """The project: its files' bytes by their paths in it, in the order of the paths."""
+    names = kernels()
+    texts = {path: text for name in names for path, text in _sources(name)}
+    hosts = [
+        path.replace("op_host/", "  ${CMAKE_CURRENT_SOURCE_DIR}/", 1)
+        for path in sorted(texts)
+        if path.startswith("op_host/") and path.endswith(".cpp")
+    ]
+    kernel_sources = "".join(
+        f"npu_op_kernel_sources(ascendc_kernels OP_TYPE {type_of(name)} KERNEL_DIR {name} KERNEL_FILE {name}.cpp)\n"
+        for name in names
+    )
+    words = {"names": ", ".join(operators()), "vendor": VENDOR, "a2": SOCS[0], "soc": SOCS[1], "a5": SOCS[2]}
+    texts |= {
+        "CMakeLists.txt": _TOP,
+        "README.md": _README.format(**words, commands="\n".join(commands(SOCS[1]))),
+        "op_host/CMakeLists.txt": _HOST.format(sources="\n".join(hosts)),
+        "op_kernel/CMakeLists.txt": _KERNEL.format(sources=kernel_sources),
+    }
+    return {path: texts[path].encode() for path in sorted(texts)}
 
 
 def type_of(name: str) -> str:
@@ -125,16 +156,12 @@ def _check_place(folder: Path, overwrite: bool) -> None:
         raise KernelError(f"{folder}: is an export already; replace it with --overwrite, or choose another folder.")
 
 
-def _copy(name: str, work: Path) -> None:
-    """One operator: the build wants parts first, then operators, and every kernel's headers beside it."""
+def _sources(name: str) -> Iterator[tuple[str, str]]:
+    """One operator's files: the build wants parts first, then operators, and every kernel's headers beside it."""
     for part in ("op_host", "op_kernel", "op_graph"):
-        to = work / part / name
-        to.mkdir(parents=True)
-        for source in [*(FOLDER / name / part).rglob("*"), *(FOLDER / "common" / part).glob("*")]:
+        own = FOLDER / name / part
+        for source in sorted([*own.rglob("*"), *(FOLDER / "common" / part).glob("*")]):
             if source.suffix in (".h", ".cpp"):
-                inside = (
-                    source.relative_to(FOLDER / name / part) if source.is_relative_to(FOLDER / name) else source.name
-                )
-                (to / inside).parent.mkdir(exist_ok=True)
+                inside = source.relative_to(own).as_posix() if source.is_relative_to(own) else source.name
                 text = re.sub(r'#include "\.\./op_kernel/', f'#include "../../op_kernel/{name}/', source.read_text())
-                (to / inside).write_text(text)
+                yield f"{part}/{name}/{inside}", text

@@ -3,6 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kimi_graph.config import MlaConfig
+from kimi_graph.models.decoder import is_sparse
+from kimi_graph.ops.attention import latent_heads, padded_heads
+
 from .estimate import Decode, Prefill, Step, decode
 from .factors import PUBLISHED
 from .ledger import buckets_of
@@ -30,6 +34,7 @@ def plan_text(plan: Plan) -> str:
         *_apart(plan),
         "",
         *_ledger(o),
+        *([f"heads     {padded}"] if (padded := padded_queries(plan)) else []),
         "",
         *_prefill(plan, o.prefill),
         "",
@@ -49,6 +54,19 @@ def plan_text(plan: Plan) -> str:
 def capacity(plan: Plan) -> int:
     """Tokens that a sequence's pages hold."""
     return buckets_of(plan.best.request)[0].sequence_pages * plan.base.page
+
+
+def padded_queries(plan: Plan) -> str:
+    """What attention over cached latents pads the heads of a rank to; "" where its operator takes them."""
+    request = plan.best.request
+    mixers = [x.mixer for x in request.config.layers if isinstance(x.mixer, MlaConfig)]
+    if not mixers or request.split_cache:  # with a cache that is split every rank has all heads
+        return ""
+    heads = mixers[0].heads // plan.best.choice.mesh.tensor
+    sparse = is_sparse(request.config, capacity(plan))
+    wanted = latent_heads(heads, request.target.soc, request.target.cann, sparse=sparse)
+    said = padded_heads(heads, wanted).removeprefix("; ")
+    return said and f"attention of a rank: {said}, which the estimate leaves out"
 
 
 _HEAD = (
@@ -245,6 +263,7 @@ def plan_json(plan: Plan) -> Any:
         "weights_format": plan.base.weights_format,
         "kv_dtype": plan.base.kv_dtype,
         "compile": commands(plan),
+        "padded_queries": padded_queries(plan),
         "legal": plan.legal,
         "fitting": plan.fitting,
         "factors": vars(ask.factors),

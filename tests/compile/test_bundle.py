@@ -51,10 +51,10 @@ def test_what_is_no_bundle_is_refused(tmp_path):
     "text, message",
     [
         ("{", "not JSON"),
-        ("[]", "bundle format 'list'; this version reads format 3"),
+        ("[]", "bundle format 'list'; this version reads format 4"),
         ("{}", "bundle format None"),
-        ('{"format": 1}', "bundle format 1; this version reads format 3"),
-        ('{"format": 3}', "no entry 'graphs'; the file was changed or damaged"),
+        ('{"format": 1}', "bundle format 1; this version reads format 4"),
+        ('{"format": 4}', "no entry 'graphs'; the file was changed or damaged"),
         ("\x00\xff", "not JSON"),
     ],
 )

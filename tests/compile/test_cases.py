@@ -1,7 +1,7 @@
 """Public cases: what happened to others, and the right outcome in a compiled bundle.
 
-They are held first where they belong: config parsing (C5, C8, K11, R1, R7), checkpoints (W10, W11, A4), KDA (K1, K4)
-and the router (K11). Here each meets graphs and bundles.
+They are held first where they belong: config parsing (C5, C8, K11, R1, R7), checkpoints (W10, W11, A4), KDA (K1, K4),
+SiTU (K10), sums over ranks (K8: `test_sums`), plans (M7) and the router (K11). Here each meets graphs and bundles.
 """
 
 import functools
@@ -304,7 +304,7 @@ def test_a_length_between_pages_is_rounded_up_and_reported(host, page, tokens): 
 
 
 def test_a_length_over_the_limit_is_refused_before_anything_expensive(tmp_path, monkeypatch):  # case R7
-    monkeypatch.setattr(driver, "load_host", None)  # calling it would be an error
+    monkeypatch.setattr(driver, "Late", None)  # calling it would be an error
     start = time.perf_counter()
     with pytest.raises(ConfigError, match="found 1,048,577, expected 1 to 1,048,576"):
         compile_model(PRESET, target=target("a3"), out=tmp_path / "b", max_len=1_048_577)

@@ -105,6 +105,47 @@ def test_limits_are_those_of_a_rank_of_the_mesh(covered, tp, local, padded):
     assert bool(between) == (tp > 1) and all(t.startswith("Hcom") for r in between for t, _ in r.types)
 
 
+HEADS = {"kimi-k3": 96, "kimi-k3.1-pro": 96, "glm-5": 64}
+EXPERTS = {"kimi-k3": (896, 16), "kimi-k3.1-pro": (896, 16), "glm-5": (256, 8)}
+POWERS = "one of 1, 2, 4, 8, 16, 32, 64, 128"
+
+
+@pytest.mark.parametrize("cann", ["9.1", "9.2"])
+@pytest.mark.parametrize("chip", ["a3", "950dt"])
+@pytest.mark.parametrize("name", HEADS)
+def test_every_limit_is_said_with_the_number_of_a_rank_at_1_8_and_32_ways(covered, name, chip, cann):
+    """Whether heads have to be a power of two is the operator's, chip's and release's; padding is said."""
+    for tp in (1, 8, 32):
+        found = covered(name, chip, cann, mesh=None if tp == 1 else f"tp={tp}", whole=True)
+        assert found.passed, found.summary
+        heads, (experts, chosen) = HEADS[name] // tp, EXPERTS[name]
+        if name == "kimi-k3":
+            powers, attention = cann == "9.1", "attention to latents"
+            of = "the number of heads over the latent cache"
+        else:
+            powers, attention, of = chip == "a3", "sparse attention", "the number of heads"
+            assert "sparse_count is 2048 (1 to 2,048" in numbers(found, "mla", "selection of keys")
+            index = "one of 8, 16, 24, 32, 64" if chip == "950dt" else "at most 64"
+            assert f"the number of index heads is 32 ({index})" in numbers(found, "mla", "selection of keys")
+        used = 1 << (heads - 1).bit_length() if powers else heads
+        legal = POWERS if powers else "at most 128"
+        assert f"{of} is {used} ({legal})" in numbers(found, "mla", attention)
+        said = f"{heads} heads padded to {used}, a power of two, and stripped: {used / heads - 1:.0%} more queries"
+        assert (said in row(found, "mla", attention).reason) == (used != heads)
+        assert f"the number of groups is {experts // tp} (at most 1,024)" in numbers(
+            found, "moe", "products of experts"
+        )
+        assert f"the number of experts is {experts} (at most 2,048)" in numbers(found, "moe", "routing")
+        assert f"k is {chosen} (1 to {experts}, the experts of 1 groups)" in numbers(found, "moe", "routing")
+        if name != "glm-5":
+            step = row(found, "kda", "recurrent KDA")
+            assert step.provider == ("builtin" if cann == "9.2" else "composed")
+            limit = f"the number of value heads is {heads} (at most 256)"
+            assert (limit in step.limits) == (cann == "9.2")
+            channels = f"the number of channels is {128 * heads} (a multiple of 16)"
+            assert channels in numbers(found, "kda", "short convolution")
+
+
 def test_what_compile_can_be_told_changes_the_operators_here_too(host):
     config, profile = small_model("glm-5.2"), target("950dt")
     told = {"mesh": Mesh.parse("tp=2"), "exchange": True, "batch": 4, "kv_dtype": "fp8"}
@@ -172,7 +213,7 @@ def test_two_packages_are_a_conflict_that_names_both_and_what_to_do(covered):
     found = covered("kimi-k3", cann="9.1", providers=("builtin", "vllm-ascend", "own", "composed"))
     assert not found.passed and not found.unserved
     assert "RecurrentKda of vllm-ascend" in found.conflict and "GatedRmsNorm" in found.conflict
-    assert f"CONFLICT: {found.conflict}" in found.text() and found.to_json()["conflict"]
+    assert f"CONFLICT: {found.conflict}" in " ".join(found.text().split()) and found.to_json()["conflict"]
 
 
 def test_a_conflict_between_the_graphs_of_a_bundle_stops_compile_too(host):
@@ -203,8 +244,16 @@ def test_an_operator_of_ours_without_a_kernel_is_said_to_have_none(covered, monk
     found = covered("kimi-k3")
     assert "no kernel yet" not in found.text()  # a decode step's have all
     monkeypatch.setattr(coverage, "KERNELS", tmp_path)
-    line = found.text().splitlines()[-1]
-    assert line.startswith("no kernel yet: AttnResMix, GatedRmsNorm, ShortConv; without own in --providers")
+    assert "\nno kernel yet: AttnResMix, GatedRmsNorm, ShortConv; without own in --providers" in found.text()
+
+
+def test_a_report_is_no_wider_than_100_columns(covered):
+    """What is served, what cannot be, a conflict, packages; and no name is broken at its hyphen."""
+    reports = [covered("kimi-k3", cann="9.1"), covered("kimi-k3", cann="9.1", providers=("builtin",))]
+    reports.append(covered("kimi-k3", cann="9.1", providers=("builtin", "vllm-ascend", "own", "composed")))
+    for found in reports:
+        lines = found.text().splitlines()
+        assert max(map(len, lines)) <= 100 and not [line for line in lines if line.endswith("vllm-")]
 
 
 def test_markdown_is_a_table_for_each_phase(covered):

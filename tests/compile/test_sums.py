@@ -83,6 +83,7 @@ def test_every_reduction_that_is_left_out_is_noticed(files):
 
 
 def test_every_reduction_that_is_taken_twice_is_noticed(files):
+    """Companion of public case K8: an all-reduce too many is refused."""
     for name, model in files.models.items():
         for op in reductions(model):
             said = changed(files, name, twice(op.name))

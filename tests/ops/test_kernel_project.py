@@ -80,4 +80,12 @@ def test_cmake_reads_the_lists_up_to_what_cann_brings(project, tmp_path):
     assert done.returncode == 0, done.stderr
     called = re.findall(r"called (npu_op_kernel_sources .*)", done.stdout)
     assert len(called) == len(kernels())
-    assert "called npu_op_library cust_optiling;TILING;" in done.stdout
+    for line in called:
+        _, _, _, _, folder, _, file = line.split(";")
+        assert (project / "op_kernel" / folder / file).is_file()
+    hosts = {str(path) for path in (project / "op_host").rglob("*.cpp")}
+    for function in ("npu_op_code_gen SRC;", "npu_op_library cust_optiling;TILING;"):
+        listed = re.search(f"called {function}(.*)", done.stdout)[1].split(";")
+        # make compiles definitions, from another folder: a path has to be whole
+        assert {path for path in listed if path.endswith(".cpp")} == hosts
+    assert "COMPILE_OPTIONS;-std=c++17" in done.stdout  # CANN's own default is C++11

@@ -54,6 +54,14 @@ def test_the_text_tells_the_mesh_its_bounds_formats_and_the_command():
     assert "int8-g32" in text and "NO: GroupedMatmul with 8-bit weights" in text
 
 
+@pytest.mark.parametrize("chip, more", [("a3", "33% more queries"), ("950dt", "")])
+def test_queries_that_an_operator_pads_are_said_with_their_share(chip, more):
+    """Public case M7: where the operator takes powers of two 12 heads are 16; sparse attention on 950 takes 12."""
+    text = make_plan(ask("kimi-k3.1-pro", chip, mesh=Mesh.parse("pp=16,tp=8"))).text()
+    said = f"heads     attention of a rank: 12 heads padded to 16, a power of two, and stripped: {more}"
+    assert said in text if more else "more queries" not in text
+
+
 def test_json_lists_every_line_with_name_bytes_and_derivation():
     found = json.loads(json.dumps(on_950().to_json()))
     stage = found["options"][0]["ledger"]["stages"][0]
