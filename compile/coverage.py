@@ -53,6 +53,7 @@ class Served:
         kind: what is computed, in words. types: GE operator types, with how often a layer has each.
         provider, reason: who serves it and why that one. evidence: how it is known to work on a device.
         held: limits that hold, with the numbers. broken: what does not.
+        instead: of a chain over parts: types that parts list and the whole graph has not, and how many of each.
     """
 
     phase: str
@@ -65,6 +66,7 @@ class Served:
     evidence: str
     held: tuple[Met, ...] = ()
     broken: tuple[str, ...] = ()
+    instead: tuple[tuple[str, int], ...] = ()
 
     @property
     def operators(self) -> str:
@@ -186,6 +188,8 @@ def _row_lines(row: Served) -> Iterator[str]:
     yield from _wrapped("  ", f"{row.kind}: {row.operators} of {row.provider}; {row.evidence}")
     if row.reason:
         yield from _wrapped("    why     ", row.reason)
+    if row.instead and row.instead != row.types:
+        yield from _wrapped("    instead ", "of " + ", ".join(f"{n} {type_}" for type_, n in row.instead))
     if row.held or row.broken:
         yield from _wrapped("    limits  ", row.limits)
 
@@ -211,6 +215,7 @@ def _row_json(row: Served) -> dict[str, Any]:
         "evidence": row.evidence,
         "held": [{"found": m.found, "expected": m.expected} for m in row.held],
         "broken": list(row.broken),
+        **({"instead": dict(row.instead)} if row.instead else {}),
     }
 
 
@@ -350,12 +355,14 @@ def _chain_rows(request: Request, b: Bucket, pieces: Mapping[str, Piece], protot
     if layout is not None:
         stages = [(part.parts, part.gives) for part in stage_parts(c, b, layout.stages(b))]
     found: dict[Choice, list[tuple[View, Node]]] = {}
+    replaced: dict[Choice, Counter[str]] = {}
     for parts, gives in stages:
         graph = stamp_graph(c, b, [(use, pieces[use.part]) for use in parts], prototypes, gives)
-        chains = fuse_chains(graph.model, request.target, prototypes).choices
+        chains = fuse_chains(graph.model, request.target, prototypes)
         seen = view(graph.model.graph[0])
-        for choice, names in chains.items():
+        for choice, names in chains.choices.items():
             found.setdefault(choice, []).extend((seen, seen.by_name[name]) for name in names)
+            replaced.setdefault(choice, Counter()).update(chains.replaced[choice])
     for choice, nodes in found.items():
         yield Served(
             phase=b.phase,
@@ -367,6 +374,7 @@ def _chain_rows(request: Request, b: Bucket, pieces: Mapping[str, Piece], protot
             reason=choice.reason,
             evidence="; ".join(dict.fromkeys(map(_evidence, choice.types))),
             held=tuple(dict.fromkeys(met for seen, node in nodes for met in _met(seen, node, request, prototypes))),
+            instead=tuple(sorted(replaced[choice].items())),
         )
 
 
@@ -424,6 +432,7 @@ def _merged(rows: Iterable[Served]) -> Iterator[Served]:
             evidence=first.evidence,
             held=tuple(dict.fromkeys(met for row in same for met in row.held)),
             broken=tuple(dict.fromkeys(words for row in same for words in row.broken)),
+            instead=tuple(sum((Counter(dict(row.instead)) for row in same), Counter()).items()),
         )
 
 

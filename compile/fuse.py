@@ -10,6 +10,7 @@ A matrix product and, on a mesh, a collective stand before the sum and after the
 parts read it. A mix is fused where the norm alone reads it, which is so in every model.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,11 +32,12 @@ class Fused:
     """What became of a graph.
 
     Attributes:
-        choices: which operator took chains and why, with the names of their norms. moved: the edge that has a value
-            now, by the edge it had; "" where no edge has it any more.
+        choices: which operator took chains and why, with the names of their norms. replaced: the types that they were.
+        moved: the edge that has a value now, by the edge it had; "" where no edge has it any more.
     """
 
     choices: dict[Choice, list[str]] = field(default_factory=dict)
+    replaced: dict[Choice, Counter[str]] = field(default_factory=dict)
     moved: dict[str, str] = field(default_factory=dict)
 
 
@@ -55,6 +57,10 @@ class _Chain:
     norm: OpDef
     made: OpDef
     added: OpDef | None = None
+
+    @property
+    def types(self) -> list[str]:
+        return [op.type for op in (self.added, self.made, self.norm) if op is not None]
 
 
 class _Chains:
@@ -95,6 +101,7 @@ class _Chains:
                 words = "; ".join([offer.reason, *passed])
                 chosen = Choice(kind, offer.operator, words, provider=offer.provider)
                 self.fused.choices.setdefault(chosen, []).append(chain.norm.name)
+                self.fused.replaced.setdefault(chosen, Counter()).update(chain.types)
                 moved = offer.make(self.target, chain)
                 self.gone.update(split_edge(edge)[0] for edge in moved)
                 self.fused.moved |= moved

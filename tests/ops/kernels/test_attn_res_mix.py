@@ -116,12 +116,29 @@ def test_sources_are_read_once(count, tokens, make, arch, kernel):
     assert 1 <= kernel.run(values, {"eps": 1e-5}, arch=arch).counters.bytes / minimum(values) <= 1.05
 
 
-def test_with_few_tokens_cores_read_the_query_again_rather_than_wait(kernel):
-    values = made(9, (33, 1, 512))
-    run = kernel.run(values, {"eps": 1e-5})
-    assert run.cores == 33
-    assert run.counters.bytes == minimum(values) + 32 * 2 * values["norm"].nbytes
+def moved(run):
+    """What cores tell each other counts too."""
+    return run.counters.bytes + sum(run.counters.workspace)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("make", [made, chained])
+@pytest.mark.parametrize("count, tokens", [(9, 1), (9, 33), (5, 8), (2, 20)], ids=str)
+def test_few_tokens_are_split_over_cores_which_tell_each_other_little(count, tokens, make, arch, kernel):
+    values = make(count, (tokens, 1, 2048))
+    run = kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5}, arch=arch)
+    compare(run, values)
     assert run.counters.touched == minimum(values)
+    assert moved(run) <= 1.05 * minimum(values) and run.cores > 1 and sum(run.counters.workspace)
+
+
+def test_tokens_that_do_not_fit_at_once_are_taken_in_rounds(kernel):
+    """Groups of cores have unequal numbers of tokens, and still wait for each other as often."""
+    values = chained(9, (83, 1, 7168))
+    run = kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5})
+    compare(run, values)
+    assert sum(s.nbytes for s in values["sources"]) > run.cores * (192 << 10)
+    assert sum(run.counters.workspace) and moved(run) <= 1.05 * minimum(values)
 
 
 @pytest.mark.parametrize("width", [24, 16384])

@@ -23,7 +23,11 @@ static ge::graphStatus TilingAttnResMix(gert::TilingContext* context)
     const uint32_t cores = plan::PlanAttnResMix(sizes, device.cores, device.ub, *tiling);
     tiling->eps = *attrs->GetFloat(0);
     tiling->norm_eps = *attrs->GetFloat(1);
-    return cores == 0 ? ge::GRAPH_FAILED : plan::Launch(context, cores);
+    if (cores == 0) {
+        return ge::GRAPH_FAILED;
+    }
+    context->SetScheduleMode(1);  // cores wait for each other
+    return plan::Launch(context, cores, device.library + plan::AttnResMixWorkspace(sizes, *tiling, cores));
 }
 
 IMPL_OP_OPTILING(AttnResMix).Tiling(TilingAttnResMix).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);
