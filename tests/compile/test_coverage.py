@@ -203,7 +203,7 @@ def test_a_size_that_no_operator_computes_with_leaves_a_part_unserved(host):
 def test_a_provider_that_is_left_out_leaves_parts_that_nobody_serves(covered):
     found = covered("kimi-k3", cann="9.1", providers=("builtin",))
     assert not found.passed
-    assert {u.part.rstrip("0123456789") for u in found.unserved} == {*("kda", "dense", "moe"), *RESIDUALS}
+    assert {u.part.rstrip("0123456789") for u in found.unserved} == {*("kda", "mla", "dense", "moe"), *RESIDUALS}
     moe = next(u.why for u in found.unserved if u.part == "moe")
     assert (
         "layers/moe.py" in moe and "SiTU: nobody serves it" in moe and "--providers does not name composed, own" in moe
