@@ -19,6 +19,7 @@ run on a device. Sources: fact sheet of Ascend, D.1 to D.3; GE's documents of it
 
 import functools
 import hashlib
+import json
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -177,11 +178,12 @@ def _overview(d: Deployment) -> Iterator[str]:
         yield f"rank table {table_version(d.hosts, d.target)}, {len(d.groups)} groups"
 
 
-def hosts_example(folder: Path) -> dict[str, Any]:
+def hosts_example(folder: Path) -> str:
     """A hosts file of the right size for a bundle, to be filled in."""
     bundle = open_bundle(folder)
     with as_written(folder):
-        return example(target_of(bundle.manifest), _mesh(bundle, bundle_config(bundle)).world)
+        made = example(target_of(bundle.manifest), _mesh(bundle, bundle_config(bundle)).world)
+    return json.dumps(made, indent=1)
 
 
 def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, cann: str | None = None) -> Deployed:

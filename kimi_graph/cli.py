@@ -1,8 +1,8 @@
 """The command line: reads arguments and the environment, calls one function, prints what came back.
 
-Standard output holds the result (with `--json` nothing but JSON); progress and errors go to standard error. Exit codes:
-0 done; 1 the request cannot be met, or a bundle differs from its model; 2 the command line was not understood; 130
-interrupted; 141 whoever read the output went away.
+Standard output holds the result (with `--json` nothing but JSON, of a refusal an object with `error`); progress and
+errors go to standard error. Exit codes: 0 done; 1 the request cannot be met, or a bundle differs from its model; 2 the
+command line was not understood; 130 interrupted; 141 whoever read the output went away.
 
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
@@ -52,6 +52,7 @@ A deployment, in order:
   kimi-graph check build/tiny                                     does it hold the model, and how
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
   kimi-graph lint build/tiny-a3                                   what the files alone prove
+  kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
 
@@ -119,7 +120,7 @@ def command(function: Callable[..., None], of: typer.Typer = app, name: str | No
             function(*args, **kwargs)
             sys.stdout.flush()
         except KimiGraphError as e:
-            _fail(str(e))
+            _fail(str(e), as_json=kwargs.get("as_json", False))
         except BrokenPipeError:
             # Python flushes standard output once more at exit; there is nobody to write to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -130,12 +131,15 @@ def command(function: Callable[..., None], of: typer.Typer = app, name: str | No
         except OSError as e:
             if e.strerror is None:
                 raise
-            _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
+            words = f"{e.filename}: {e.strerror}" if e.filename else e.strerror
+            _fail(words, as_json=kwargs.get("as_json", False))
 
     return of.command(name, cls=_Command)(run)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, *, as_json: bool = False) -> NoReturn:
+    if as_json:
+        print(json.dumps({"error": message}, indent=2))
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(1) from None
 
@@ -177,8 +181,11 @@ def _version(wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress(*, of_bytes: bool = False) -> Iterator[Progress]:
     """On standard error: a line per task, and on a terminal a bar for those whose end is known.
+
+    Args:
+        of_bytes: numbers are bytes; they and their speed are shown.
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
@@ -189,7 +196,7 @@ def _progress() -> Iterator[Progress]:
         def tell(what: str, done: int, total: int) -> None:
             if total and sys.stderr.isatty():
                 if what not in bars:
-                    bars[what] = stack.enter_context(_bar(what))
+                    bars[what] = stack.enter_context(_bar(what, of_bytes))
                 bars[what](done, total)
             elif what not in begun:
                 begun.add(what)
@@ -199,7 +206,7 @@ def _progress() -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(what: str, of_bytes: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar with the time that is left, gone when it is over."""
     from rich import progress
     from rich.console import Console
@@ -207,6 +214,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         progress.TextColumn(what),
         progress.BarColumn(),
+        *((progress.DownloadColumn(), progress.TransferSpeedColumn()) if of_bytes else ()),
         progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
@@ -399,7 +407,15 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
-    weights_format: WeightsFormat = "bf16",
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes. "
+            "Default: bf16, with --devices what plan takes.",
+        ),
+    ] = None,
     kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
@@ -422,7 +438,7 @@ def compile(  # noqa: A001 (the command's name)
         )
     if devices is not None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
-            "it chooses --exchange, --split-cache and --moe-chunks, and pads nothing; give a --mesh for your own.",
+            "it chooses --exchange, --split-cache, --moe-chunks and --pad itself; give a --mesh for your own.",
             param_hint="'--devices'",
         )
     started = time.perf_counter()
@@ -446,9 +462,14 @@ def compile(  # noqa: A001 (the command's name)
                     redundant_experts=redundant_experts,
                 )
             ).best  # fmt: skip
-            print(f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences")
+            weights_format = best.request.weights_format
+            print(
+                f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences, "
+                f"--weights-format {weights_format}"
+            )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
             exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
+            pad, redundant_experts = best.choice.pad, best.choice.copies or redundant_experts
         made = compile_model(
             config,
             target=profile,
@@ -462,7 +483,7 @@ def compile(  # noqa: A001 (the command's name)
             pages=pages,
             patches=patches,
             weights=weights,
-            weights_format=weights_format,
+            weights_format=weights_format or "bf16",
             kv_dtype=kv_dtype,
             mesh=None if mesh is None else Mesh.parse(mesh),
             pad=pad,
@@ -573,6 +594,13 @@ def plan(
     """
     if not claims and (model is None or target is None):
         raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
+    if claims and (model is not None or html is not None):
+        raise typer.BadParameter("it takes no MODEL and makes no --html; leave them out.", param_hint="'--claims'")
+    if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
+        raise typer.BadParameter(
+            "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
+            param_hint="'--mesh'",
+        )
     started = time.perf_counter()
     with _without_collecting():
         if target is not None:
@@ -870,6 +898,46 @@ def lint(
 
 
 @command
+def weights(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="R-R,R", help="Of which ranks, 0-7,12: those of a host. Default: all.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Parts that are made at a time.")] = 2,
+    verify: Annotated[bool, typer.Option("--verify", help="Read again all that is there, and compare hashes.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a bundle's ranks, as their graphs read them, into the bundle. What ranks have in common is
+    there once, and the checkpoint is read once. Interrupted, it goes on when it is run again; when all is there, it
+    does nothing.
+
+    \b
+    kimi-graph weights build/tiny-a3
+    kimi-graph weights build/k31-4 --checkpoint build/k31 --ranks 0-3 --verify
+    """
+    started = time.perf_counter()
+    with _without_collecting(), _progress(of_bytes=True) as progress:
+        from kimi_graph.compile.write_weights import parse_ranks, write_weights
+
+        report = write_weights(
+            bundle,
+            checkpoint=checkpoint,
+            ranks=None if ranks is None else parse_ranks(ranks),
+            jobs=jobs,
+            verify=verify,
+            dry=dry_run,
+            progress=progress,
+        )
+    _show(report, as_json=as_json, started=started)
+
+
+@command
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
     checkpoint: Annotated[
@@ -960,7 +1028,7 @@ def deploy(
         from kimi_graph.compile.deploy import deploy_bundle, hosts_example
 
         if example:
-            print(json.dumps(hosts_example(bundle), indent=1))
+            print(hosts_example(bundle))
             return
         made = deploy_bundle(bundle, hosts, out, cann)
     _show(made, as_json=as_json, started=started, where=made.folder)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kimi_graph.errors import CompileError
 
-from .base import BLOCK_BYTES, at_least_f32, operator
+from .base import BLOCK_BYTES, at_least_f32, empty_like, operator
 
 SCORE_BYTES = 4 << 20  # of the scores held at once, float32
 MIN_QUERIES = 32  # of a block: fewer make poor matrix products
@@ -205,12 +205,12 @@ def _read(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tens
 
 @latent_attention.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return torch.empty_like(q_latent)
+    return empty_like(q_latent)
 
 
 @latent_attention.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=False)[0]
+    return _chosen(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=False)[0]
 
 
 @operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l, b t h", whole="tpglrn")
@@ -237,19 +237,26 @@ def latent_attention_lse(
 @latent_attention_lse.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
     wide = torch.promote_types(q_latent.dtype, torch.float32)
-    return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
+    return empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
 
 
 @latent_attention_lse.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=True)
+    return _chosen(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=True)
 
 
-def _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
+def _chosen(ge, q_latent, *args, lse):
+    heads = ge.shape(q_latent)[2]
+    reason = "absorbed, paged" + (", with log-sum-exp" if lse else "")
+    reason += padded_heads(heads, latent_heads(heads, ge.soc, ge.cann, sparse=False))
+    ge.chose("attention to latents", "FusedInferAttentionScore", reason)
+    return absorbed(ge, q_latent, *args, lse=lse)
+
+
+def absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
+    """CANN's attention of one query a row over the paged latent cache: weighted latents, and log-sum-exps."""
     rows, _, heads, latent = ge.shape(q_latent)
     wanted = latent_heads(heads, ge.soc, ge.cann, sparse=False)
-    reason = "absorbed, paged" + (", with log-sum-exp" if lse else "") + padded_heads(heads, wanted)
-    ge.chose("attention to latents", "FusedInferAttentionScore", reason)
 
     def paged(pool):
         pages, page, width = ge.shape(pool)

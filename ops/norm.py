@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator
+from .base import at_least_f32, by_rows, empty_like, operator
 from .offers import Offer
 
 
@@ -29,7 +29,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm.fake
 def _(x, weight, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @rms_norm.lowering
@@ -54,7 +54,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @layer_norm.fake
 def _(x, weight, bias, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @layer_norm.lowering
@@ -79,7 +79,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 @gated_rms_norm.fake
 def _(x, gate, weight, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @gated_rms_norm.lowering
@@ -117,7 +117,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 @sigmoid_gate.fake
 def _(x, gate):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @sigmoid_gate.lowering
@@ -161,7 +161,7 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 @l2_norm.fake
 def _(x, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @l2_norm.lowering

@@ -16,7 +16,9 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify", "deploy"]
+COMMANDS = [
+    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "deploy",
+]  # fmt: skip
 
 
 class Found:
@@ -60,6 +62,7 @@ def run(monkeypatch):
             "kimi_graph.compile.lint": ["lint_bundle"],
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
+            "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
@@ -115,6 +118,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "check",
         "compile",
         "lint",
+        "weights",
         "verify",
         "deploy",
     ]
@@ -244,6 +248,27 @@ def test_a_folder_is_a_checkpoint_and_a_preset_is_not(run, tmp_path):
 def test_json_mode_prints_json_and_nothing_else(run, arguments):
     result, _ = run([*arguments, "--json"])
     assert json.loads(result.stdout) == {"graphs": 2}
+
+
+def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
+    result, _ = run(["inspect", "b", "--json"], inspect_bundle=fails(BundleError("b/manifest.json: not there.")))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"error": "b/manifest.json: not there."}
+    assert result.stderr == "error: b/manifest.json: not there.\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["plan", "m", "--target", "a3", "--exchange"], "they go with a --mesh"),
+        (["plan", "m", "--target", "a3", "--devices", "8", "--moe-chunks", "2"], "they go with a --mesh"),
+        (["plan", "m", "--claims"], "leave them out"),
+        (["plan", "--target", "a3"], "say which MODEL"),
+    ],
+)
+def test_choices_that_a_search_makes_itself_are_refused_beside_it(run, arguments, words):
+    result, called = run(arguments)
+    assert result.exit_code == 2 and words in " ".join(result.stderr.split()) and "make_plan" not in called
 
 
 def test_an_error_a_caller_can_fix_is_one_message_and_exit_code_1(run):
@@ -385,5 +410,5 @@ def test_deploy_passes_on_what_was_given(run):
     assert called == {"deploy_bundle": ((Path("b"), Path("h.json"), Path("out"), "8.3"), {})}
     assert re.search(r"2 graphs, 12 nodes -> made in \d+\.\d s\n$", result.output)
     assert run(["deploy", "b"])[1] == {"deploy_bundle": ((Path("b"), None, None, None), {})}
-    result, called = run(["deploy", "b", "--example"], hosts_example=lambda folder: {"hosts": []})
-    assert (called, json.loads(result.output)) == ({"hosts_example": ((Path("b"),), {})}, {"hosts": []})
+    result, called = run(["deploy", "b", "--example"], hosts_example=lambda folder: "{}")
+    assert (called, result.output) == ({"hosts_example": ((Path("b"),), {})}, "{}\n")

@@ -314,8 +314,8 @@ def test_a_deployment_is_replaced_by_a_later_one(bundle, tmp_path):
 
 
 def test_the_example_has_as_many_devices_as_the_bundle_has_ranks(meshed, bundle):
-    assert hosts_example(meshed)["hosts"] == [{"name": "node-0", "ip": "10.0.0.1", "devices": "0-3"}]
-    assert hosts_example(bundle)["hosts"][0]["devices"] == "0-0"
+    assert json.loads(hosts_example(meshed))["hosts"] == [{"name": "node-0", "ip": "10.0.0.1", "devices": "0-3"}]
+    assert json.loads(hosts_example(bundle))["hosts"][0]["devices"] == "0-0"
 
 
 # ---- the loader ------------------------------------------------------------------------------------------------------

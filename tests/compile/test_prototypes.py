@@ -220,7 +220,7 @@ WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
     "ResidualNormGate", "SituMulQuant", "CausalConv1d", "KvQuantSparseFlashAttention",
     "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu", "SituMxQuant",
-    "SparseFlashAttention",
+    "SparseAttend", "SparseFlashAttention",
 }  # fmt: skip
 
 

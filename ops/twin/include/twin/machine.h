@@ -90,19 +90,18 @@ struct Space {
     }
 };
 
-// Who touched a block of global memory: a core, by which instruction of which of its pipes.
+// Who touched bytes of a block of global memory: a core, by which instruction of which of its pipes.
 struct Mark {
     uint32_t core = 0, time = 0;
     Pipe pipe = PIPE_OF_S;
+    uint32_t bytes = 0;  // of the block's 32, a bit each: cores may have parts of a block
 };
 
 // A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL.
 struct Region {
     static constexpr uint8_t SEVERAL = 255;
     struct Block {  // of 32 bytes; kept only where cores can wait for each other
-        bool written = false;
-        Mark write;
-        std::vector<Mark> reads;  // since then
+        std::vector<Mark> writes, reads;  // reads since the byte was written
     };
     std::string name;
     uint8_t* base;
@@ -296,30 +295,34 @@ inline void AloneOn(const char* what, Region& region, uint64_t i, bool write)
                (unsigned long long)i, region.name.c_str());
 }
 
-// Cores that can: between two that touch a block, one of them writing, there has to be a flag.
-inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, bool write)
+// Cores that can: between two that touch a byte of a block, one of them writing, there has to be a flag.
+inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, uint32_t bytes, bool write)
 {
     const Core& core = Here();
     Region::Block& block = region.blocks[at];
     const auto check = [&](const Mark& mark, const char* did) {
-        if (mark.core != core.index && !After(pipe, mark))
+        if ((mark.bytes & bytes) && mark.core != core.index && !After(pipe, mark))
             Refuse("%s on pipe %s: core %s meets bytes %llu to %llu of %s that core %s %s on pipe %s, with no flag "
                    "between them",
                    what, PIPE_NAME[pipe], core.Name().c_str(), (unsigned long long)at * BLOCK,
                    (unsigned long long)(at + 1) * BLOCK, region.name.c_str(), NameOfCore(mark.core).c_str(), did,
                    PIPE_NAME[mark.pipe]);
     };
-    const Mark mine = {core.index, core.now[pipe][pipe], pipe};
-    if (block.written) check(block.write, "wrote");
+    const auto forget = [bytes](std::vector<Mark>& marks) {
+        for (Mark& mark : marks) mark.bytes &= ~bytes;
+        marks.erase(std::remove_if(marks.begin(), marks.end(), [](const Mark& m) { return !m.bytes; }), marks.end());
+    };
+    const Mark mine = {core.index, core.now[pipe][pipe], pipe, bytes};
+    for (const Mark& mark : block.writes) check(mark, "wrote");
     if (write) {
-        for (const Mark& read : block.reads) check(read, "reads");
-        block.reads.clear();
-        block.written = true;
-        block.write = mine;
+        for (const Mark& mark : block.reads) check(mark, "reads");
+        forget(block.reads);
+        forget(block.writes);
+        block.writes.push_back(mine);
         return;
     }
     for (Mark& read : block.reads)
-        if (read.core == mine.core && read.pipe == pipe) return void(read = mine);
+        if (read.core == mine.core && read.pipe == pipe && read.bytes == bytes) return void(read = mine);
     block.reads.push_back(mine);
 }
 
@@ -342,7 +345,10 @@ inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin,
         who = !write && who && who != me ? Region::SEVERAL : me;
     }
     if (machine.task.together && from < end)
-        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) InTurnOn(what, pipe, region, b, write);
+        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) {
+            const uint64_t first = std::max(from, b * BLOCK) % BLOCK, some = std::min(end - b * BLOCK, uint64_t(BLOCK)) - first;
+            InTurnOn(what, pipe, region, b, uint32_t(((uint64_t(1) << some) - 1) << first), write);
+        }
     if (end <= region.shared) return;
     const uint32_t time = core.now[pipe][pipe];
     for (const GmAccess& a : core.pending)
