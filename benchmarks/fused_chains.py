@@ -2,7 +2,7 @@
 decode step's layers.
 
 One rank of Kimi K3.1-Pro on 8 (12 heads), 33 sequences, the step's tensors in bfloat16. Both sides of a chain run on
-the twin where there are kernels of ours for the pieces: a sum and a norm alone are ResidualNormGate with that part alone.
+the twin where kernels of ours do the pieces: a sum and a norm alone are ResidualNormGate with that part alone.
 Pieces that CANN's basic operators do (marked +) are counted as reading each operand and writing each result once; their
 instructions are not known. Bytes of workspaces count. `busiest` is the core that moves most, `work` vector
 instructions in units of 256 bytes on all cores.

@@ -95,8 +95,8 @@ class _Chains:
 
     def _serve(self, kind: str, offers: tuple[Offer, ...], chain: _Chain) -> None:
         passed: list[str] = []
-        for offer in asked(offers, self.target.providers):
-            why = not_there(offer, self.target.soc, self.target.cann) or offer.refuses(self.target, chain)
+        for offer in asked(offers, self.target):
+            why = not_there(offer, self.target) or offer.refuses(self.target, chain)
             if not why:
                 words = "; ".join([offer.reason, *passed])
                 chosen = Choice(kind, offer.operator, words, provider=offer.provider)

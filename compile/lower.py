@@ -134,8 +134,8 @@ class Room:
             CompileError: none can; why each cannot.
         """
         passed: list[str] = []
-        for offer in asked(offers, self.target.providers):
-            why = not_there(offer, self.soc, self.cann) or offer.refuses(self, *args)
+        for offer in asked(offers, self.target):
+            why = not_there(offer, self.target) or offer.refuses(self, *args)
             if not why:
                 reason = offer.reason + offer.costs(self, *args)
                 self.chose(kind, offer.operator, "; ".join([reason, *passed]), offer.provider)
@@ -414,20 +414,28 @@ def version(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
 
 
-def asked(offers: Sequence[Offer], order: tuple[str, ...]) -> list[Offer]:
-    """The offers of some providers in their order; in the default order, as they are listed."""
+def asked(offers: Sequence[Offer], target: Any) -> list[Offer]:
+    """The offers of a target's providers in their order, in the default order as they are listed; those first that are to
+    stand in for what it avoids."""
+    order: tuple[str, ...] = target.providers
     found = [offer for offer in offers if offer.provider in order]
-    return found if order == PROVIDERS_DEFAULT else sorted(found, key=lambda o: order.index(o.provider))
+    if order != PROVIDERS_DEFAULT:
+        found.sort(key=lambda o: order.index(o.provider))
+    avoided = target.avoided
+    first = {avoided[t] for o in found for t in o.operator.split(", ") if avoided.get(t)}
+    return sorted(found, key=lambda o: o.provider not in first)
 
 
-def not_there(offer: Offer, soc: str, cann: str) -> str:
+def not_there(offer: Offer, target: Any) -> str:
     """Why a target has not an offer's operators; basic ones are everywhere."""
     for type_ in offer.operator.split(", "):
+        if type_ in target.avoided:
+            return f"{type_} is left out by --avoid"
         found = find(type_)
-        if found is not None and soc not in found.socs:
-            return f"no kernel for {soc}"
-        if found is not None and not found.is_in(soc, cann):
-            return f"built in since CANN {found.since.split()[0]}, this is for {cann}"
+        if found is not None and target.soc not in found.socs:
+            return f"no kernel for {target.soc}"
+        if found is not None and not found.is_in(target.soc, target.cann):
+            return f"built in since CANN {found.since.split()[0]}, this is for {target.cann}"
     return ""
 
 
