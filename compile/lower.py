@@ -415,8 +415,10 @@ def version(release: str) -> tuple[int, ...]:
 
 
 def asked(offers: Sequence[Offer], target: Any) -> list[Offer]:
-    """The offers of a target's providers in their order, in the default order as they are listed; those first that are to
-    stand in for what it avoids."""
+    """The offers of a target's providers in their order, in the default order as they are listed.
+
+    Before all others stand those that are to serve in place of what it avoids.
+    """
     order: tuple[str, ...] = target.providers
     found = [offer for offer in offers if offer.provider in order]
     if order != PROVIDERS_DEFAULT:
