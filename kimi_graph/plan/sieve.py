@@ -255,7 +255,7 @@ class Sieve:
 
     def _cache(self, choice: Choice) -> int:
         """Bytes of the caches of a rank."""
-        held = self._states(choice)
+        held = self.states_of(choice)
         caches = [size if isinstance(x.mixer, MlaConfig) else 0 for x, size in zip(self.c.layers, held, strict=True)]
         return max(sum(caches[own.start : own.stop]) for own in _layers(self.c, choice.mesh.pipe))
 
@@ -278,7 +278,7 @@ class Sieve:
 
     def held(self, choice: Choice) -> int:
         """Bytes of weights and states of the fullest rank."""
-        own, states = self._weights(choice), self._states(choice)
+        own, states = self._weights(choice), self.states_of(choice)
         stages = _layers(self.c, choice.mesh.pipe)
         share = self._slots(choice) // choice.mesh.experts
         sizes = [
@@ -310,8 +310,8 @@ class Sieve:
             )
         return self.weights[key]
 
-    def _states(self, choice: Choice) -> list[int]:
-        """Bytes of each layer's states."""
+    def states_of(self, choice: Choice) -> list[int]:
+        """Bytes of each layer's states, on a rank."""
         mesh = choice.mesh
         rows, cached = self.base.rows // mesh.data, mesh.context * (mesh.tensor if choice.split_cache else 1)
         key = rows, mesh.tensor, mesh.context, cached
@@ -335,7 +335,7 @@ class Sieve:
         own, rows = self._weights(choice), self.base.rows // mesh.data
         experts = self._slots(choice) // mesh.experts * sum(own.expert)
         rest = sum(own.layers) + own.first + own.last_alone
-        states = sum(size * part for size, part in zip(self._states(choice), self.reads, strict=True))
+        states = sum(size * part for size, part in zip(self.states_of(choice), self.reads, strict=True))
         touched = 1.0
         if moe is not None:
             outside = mesh.data * mesh.tensor // mesh.experts
@@ -444,7 +444,7 @@ def least(sieve: Sieve) -> int:
     alone = Choice(mesh=Mesh())
     own = sieve._weights(alone)
     experts = getattr(sieve.c.moe, "slots", 0) * sum(own.expert)
-    everything = sum(own.layers) + experts + own.first + own.last_alone + sum(sieve._states(alone))
+    everything = sum(own.layers) + experts + own.first + own.last_alone + sum(sieve.states_of(alone))
     return max(1, math.ceil(everything / sieve.room))
 
 
