@@ -241,7 +241,9 @@ def target(
             that cannot be.
     """
     if name not in TARGETS and (found := _sold_as(name)):
-        raise CompileError(f"target {name!r} is not known; it may be {' or '.join(found)}, all are {', '.join(TARGETS)}.")
+        raise CompileError(
+            f"target {name!r} is not known; it may be {' or '.join(found)}, all are {', '.join(TARGETS)}."
+        )
     profile = _PROFILES[_known("target", name, TARGETS)]
     variants = tuple(profile.variants)
     variant = _known(f"soc_version of target {name!r}", variants[0] if soc_version is None else soc_version, variants)

@@ -466,8 +466,7 @@ def compile(  # noqa: A001 (the command's name)
 
         config = _load_config(model)
         if devices is not None:
-            from kimi_graph.plan.report import sequences
-            from kimi_graph.plan.search import Ask, make_plan
+            from kimi_graph.plan.search import Ask, dies, make_plan, several
 
             best = make_plan(
                 Ask(
@@ -478,8 +477,8 @@ def compile(  # noqa: A001 (the command's name)
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             print(
-                f"mesh      {best.choice}: the best of {devices:,} dies for {sequences(best.request.rows)}, "
-                f"--weights-format {weights_format}"
+                f"mesh      {best.choice}: the best of {dies(devices, profile)} for "
+                f"{several(best.request.rows, 'sequence')}, --weights-format {weights_format}"
             )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
             exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks

@@ -26,7 +26,9 @@ class Profiles:
     def text(self) -> str:
         if self.sources:
             return "\n\n".join("\n".join(_lines(t)) for t in self.targets)
-        return "\n".join([*table([_HEAD, *map(_row, self.targets)]), "", *table([_JOINED, *map(_joined, self.targets)])])
+        return "\n".join(
+            [*table([_HEAD, *map(_row, self.targets)]), "", *table([_JOINED, *map(_joined, self.targets)])]
+        )
 
     def to_json(self) -> Any:
         return [_json(t) for t in self.targets]

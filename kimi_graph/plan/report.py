@@ -29,7 +29,7 @@ def plan_text(plan: Plan) -> str:
         f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
         *wrapped(
-            f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); "
+            f"{sequences(plan.base.rows)} of at most {several(plan.base.max_len, 'token')} ({pages_text(plan)}); "
             f"experts as {form(o)}, caches as {plan.base.kv_dtype}"
         ),
         "",
@@ -194,8 +194,9 @@ def link_lines(plan: Plan) -> list[str]:
         sent = rows * (1 if c.moe is None or name != "expert_dispatch" else c.moe.top_k)
         issued = Issued(name, axes, (sent, c.embed), c.dtype)
         cross, levels = crossing(issued, stage, links, f), [hop.link.name for hop in hops(stage, axes, links)]
-        took = f"{name} of {several(sent, 'row')} {1e6 * cross.seconds:,.1f} us ({cross.algorithm}), most of it on {cross.link}"
-        found.append(f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}: {took}{_inside(o, issued, f)}")
+        took = f"{name} of {several(sent, 'row')} {1e6 * cross.seconds:,.1f} us ({cross.algorithm})"
+        where = f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}"
+        found.append(f"{where}: {took}, most of it on {cross.link}{_inside(o, issued, f)}")
     return [f"links     {line}" for line in found]
 
 

@@ -4,9 +4,11 @@ All legal meshes are sieved by bytes and by a bound of time (`sieve`); the few t
 ledger, and are estimated. What does not fit is refused with the reason and the nearest that does, without any time.
 """
 
+import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from .ledger import Ledger, buckets_of, stage_states
 from .sieve import GIB, KINDS, LONG, Choice, Held, Sieve, counts_up_to, least, like, whole_up
 
 TRACED = 2  # of the meshes that promise most
+SPARE = 4  # that are tried beside where some of these do not fit
 MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
 
 
@@ -330,15 +333,12 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
     """The best of so many devices; None where nothing fits."""
     fitting, legal = _fitting(sieve, devices)
     held = [sieve.promise(choice) for choice in fitting]
-    options = []
-    for choice in promising(held, traced):
-        try:
-            option = evaluate(ask, sieve, choice)
-        except (PlanError, ShardingError):
-            continue  # it needs more room for activations, or a part has no form on it
-        options.append(option)
+    first = promising(held, traced)
+    options = [*_evaluated(ask, sieve, first)]
     if not options:
         return None
+    more = (choice for choice in promising(held, traced + SPARE) if choice not in first)  # for those that did not fit
+    options += itertools.islice(_evaluated(ask, sieve, more), len(first) - len(options))
     options.sort(key=_both)
     seen = {_bare(o.choice) for o in options}
     others = [h for h in held if _bare(h.choice) not in seen]
@@ -346,6 +346,13 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
         ask=ask, base=base, devices=devices, options=tuple(options), legal=len(legal), fitting=len(fitting),
         others=tuple(sorted(others, key=_bound)), tried=_tried(base, legal, held, options),
     )  # fmt: skip
+
+
+def _evaluated(ask: Ask, sieve: Sieve, choices: Iterable[Choice]) -> Iterator[Option]:
+    """Those that fit: others need more room for activations, or a part has no form on them."""
+    for choice in choices:
+        with contextlib.suppress(PlanError, ShardingError):
+            yield evaluate(ask, sieve, choice)
 
 
 def _both(o: Option) -> float:
@@ -511,6 +518,10 @@ def _too_slow(ask: Ask, plan: Plan) -> str:
 def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """Why so many devices do not do, and how many would."""
     c, t = ask.config, ask.target
+    if not (legal := _fitting(sieve, devices)[1]):
+        return (
+            f"{c.name} cannot be on {dies(devices, t)}: no mesh on which all sizes divide. {_neighbour(sieve, devices)}"
+        )
     rows = _forms(c, t.soc)
     size = {row.name: row.bytes for row in rows}
     kept = size.get(base.weights_format, 0)
@@ -519,12 +530,20 @@ def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     copies = f", {several(ask.redundant_experts, 'copy')} of experts in each layer" * (ask.redundant_experts > 0)
     each = " (--batch: one for each die where none is given)" if ask.batch is None and devices > 1 else ""
     states = sum(sieve.states_of(Choice(mesh=Mesh())))
-    there = f"{gib(devices * t.memory_bytes)}, {ask.factors.reserve_gib:g} of each die for the runtime"
+    lean = min(legal, key=sieve.held)
     head = (
         f"{c.name} does not fit {dies(devices, t)} of {t.name}: it needs {released}{as_kept}{copies}, {gib(states)} "
-        f"of states for {sequences(base.rows, base.max_len)}{each}, and room for activations; there are {there}"
+        f"of states for {sequences(base.rows, base.max_len)}{each}; there are "
+        f"{gib(devices * t.memory_bytes)}. Of a die {lean} takes least: {gib(sieve.held(lean))} of weights and states, "
+        f"and activations beside; {gib(sieve.room)} are there for them"
     )
     return f"{head}. {_fewer_rows(ask, base, devices)}{_nearest(ask, sieve, devices)}"
+
+
+def _neighbour(sieve: Sieve, devices: int) -> str:
+    """The number of dies below that some mesh has, and should fit."""
+    near = next((n for n in range(devices - 1, 0, -1) if _fitting(sieve, n)[0]), None)
+    return "No smaller number fits." if near is None else f"The nearest below that should fit is --devices {near}."
 
 
 def _fewer_rows(ask: Ask, base: Request, devices: int) -> str:
