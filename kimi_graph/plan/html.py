@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .estimate import Decode
 from .ledger import StageLedger
 from .report import (
     commands,
@@ -235,7 +236,14 @@ def tpot_picture(plan: Plan) -> str:
         curves([(f"{plan.base.max_len:,} tokens", [(float(x), y) for x, y in batches])], "sequences", "ms"),
         curves([(sequences(plan.base.rows), [(float(x), y) for x, y in contexts])], "tokens of each", "ms"),
     ]
-    return "".join(pictures)
+    return "".join(pictures) + _without_room(o, points)
+
+
+def _without_room(o: Option, points: Iterable[Decode]) -> str:
+    """Which points are drawn though a rank has no room for their states."""
+    found = [(x, o.lacks(x.rows, x.context)) for x in points]
+    words = [f"{sequences(x.rows)} of {x.context:,} tokens ({gib(size)} too many)" for x, size in found if size]
+    return f"<p class=note>No room of a rank for {_text('; '.join(words))}.</p>" if words else ""
 
 
 def roofline_picture(o: Option) -> str:

@@ -519,9 +519,8 @@ def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """Why so many devices do not do, and how many would."""
     c, t = ask.config, ask.target
     if not (legal := _fitting(sieve, devices)[1]):
-        return (
-            f"{c.name} cannot be on {dies(devices, t)}: no mesh on which all sizes divide. {_neighbour(sieve, devices)}"
-        )
+        near = _neighbour(ask, sieve, devices)
+        return f"{c.name} cannot be on {dies(devices, t)}: no mesh on which all sizes divide. {near}"
     rows = _forms(c, t.soc)
     size = {row.name: row.bytes for row in rows}
     kept = size.get(base.weights_format, 0)
@@ -540,10 +539,10 @@ def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     return f"{head}. {_fewer_rows(ask, base, devices)}{_nearest(ask, sieve, devices)}"
 
 
-def _neighbour(sieve: Sieve, devices: int) -> str:
-    """The number of dies below that some mesh has, and should fit."""
-    near = next((n for n in range(devices - 1, 0, -1) if _fitting(sieve, n)[0]), None)
-    return "No smaller number fits." if near is None else f"The nearest below that should fit is --devices {near}."
+def _neighbour(ask: Ask, sieve: Sieve, devices: int) -> str:
+    """A number of dies a little below that some mesh has and that should fit; else the smallest that fits."""
+    near = next((n for n in range(devices - 1, max(0, devices - 65), -1) if _fitting(sieve, n)[0]), None)
+    return _nearest(ask, sieve, devices) if near is None else f"The nearest below that should fit is --devices {near}."
 
 
 def _fewer_rows(ask: Ask, base: Request, devices: int) -> str:
