@@ -51,10 +51,8 @@ def plan_text(plan: Plan) -> str:
         "",
         *_formats(plan),
         "",
-        *wrapped(
-            "published, beside what is estimated here; speculative decoding and forced balance in most: no plain decode"
-        ),
-        *("  " + line for line in table([*PUBLISHED])),
+        "published, beside what is estimated; most with speculative decoding and forced balance",
+        *("  " + line for line in table([(what, f"{figure} ({where})") for what, figure, where in PUBLISHED])),
         *wrapped(f"factors   {_factors(plan)}"),
         "",
         *(f"compile   {line}" for line in commands(plan)),

@@ -135,18 +135,18 @@ def test_tensor_across_hosts_shows_what_its_sums_cost_beside_those_within_one():
 
 
 def test_times_of_what_a_rank_has_no_room_for_say_so():
-    plan = make_plan(ask("kimi-linear-48b", mesh=Mesh(pipe=3), batch=32, max_len=32_768))
+    plan = make_plan(ask("kimi-linear-48b", mesh=Mesh.parse("pp=2,tp=2"), batch=32))
     o, rows = plan.best, plan.base.rows
     assert o.lacks(rows, plan.base.max_len) == 0  # it was planned for
-    one, more = (make_ledger(like(o.request, rows=n, max_len=262_144)) for n in (rows, 3 * rows))
-    for ledger, lacks in ((one, o.lacks(rows, 262_144)), (more, o.lacks(3 * rows, 262_144))):
+    one, more = (make_ledger(like(o.request, rows=n, max_len=1_048_576)) for n in (rows, 3 * rows))
+    for ledger, lacks in ((one, o.lacks(rows, 1_048_576)), (more, o.lacks(3 * rows, 1_048_576))):
         full = max(
             s.total - s.of("states") + x.of("states") for s, x in zip(o.ledger.stages, ledger.stages, strict=True)
         )
         assert lacks == full - o.request.target.memory_bytes > 0
     text = plan.text()
-    assert re.search(r"\n  32 +262,144 .*no room: [\d.]+ GiB too many", text)
-    assert not re.search(r"\n  32 +32,768 .*no room", text)
+    assert re.search(r"\n  32 +1,048,576 .*no room: [\d.]+ GiB too many", text)
+    assert not re.search(r"\n  32 +4,096 .*no room", text)
 
 
 def test_a_plan_has_sentences_within_100_columns_and_commands_in_one_line():
@@ -288,6 +288,12 @@ def test_more_devices_are_taken_until_times_are_kept_and_the_best_keeps_them():
     plan = make_plan(ask("kimi-linear-48b", batch=8, tpot=6e-3))
     assert plan.devices > 2 and plan.best.tpot <= 6e-3
     assert plan.fewer.endswith("no mesh keeps --tpot 6")
+
+
+def test_within_a_host_no_smaller_number_of_dies_keeps_the_times():
+    plan = make_plan(ask("kimi-linear-48b", "a2", batch=1, tpot=5e-3))
+    assert plan.fewer == f"{plan.devices - 1}: no mesh keeps --tpot 5"
+    refusal(ask("kimi-linear-48b", "a2", batch=1, tpot=5e-3, devices=plan.devices - 1))
 
 
 def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
