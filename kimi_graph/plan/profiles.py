@@ -112,7 +112,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _table_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
     head = "".join(cell.ljust(w + 2) for cell, w in zip(row[:-1], widths[:-1], strict=True))
-    room = max(30, WIDTH - len(head))
+    room = max(30, WIDTH - 2 - len(head))  # tables may be indented by two
     first, *rest = textwrap.wrap(row[-1], room, break_on_hyphens=False, break_long_words=False) or [""]
     yield (head + first).rstrip()
     yield from (" " * len(head) + line for line in rest)

@@ -30,14 +30,15 @@ def plan_text(plan: Plan) -> str:
         f"{gib(ask.target.memory_bytes)} each)",
         *wrapped(
             f"{sequences(plan.base.rows)} of at most {several(plan.base.max_len, 'token')} ({pages_text(plan)}); "
-            f"experts as {form(o)}, caches as {plan.base.kv_dtype}"
+            f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
+            2,
         ),
         "",
-        *(line for words in count_lines(plan) for line in wrapped(words)),
+        *(line for words in count_lines(plan) for line in wrapped(words, 2)),
         *[""] * bool(count_lines(plan)),
         _legal(plan),
         *table([_HEAD, *(_row(x) for x in plan.options)]),
-        *(line for words in (*_others(plan), *tried_lines(plan)) for line in wrapped(words)),
+        *(line for words in (*_others(plan), *tried_lines(plan)) for line in wrapped(words, 2)),
         "",
         *_apart(plan),
         *(line for words in link_lines(plan) for line in wrapped(words)),

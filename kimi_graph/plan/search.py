@@ -334,11 +334,10 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
     fitting, legal = _fitting(sieve, devices)
     held = [sieve.promise(choice) for choice in fitting]
     first = promising(held, traced)
-    options = [*_evaluated(ask, sieve, first)]
+    spare = (choice for choice in promising(held, traced + SPARE) if choice not in first)
+    options = [*itertools.islice(_evaluated(ask, sieve, itertools.chain(first, spare)), len(first))]
     if not options:
         return None
-    more = (choice for choice in promising(held, traced + SPARE) if choice not in first)  # for those that did not fit
-    options += itertools.islice(_evaluated(ask, sieve, more), len(first) - len(options))
     options.sort(key=_both)
     seen = {_bare(o.choice) for o in options}
     others = [h for h in held if _bare(h.choice) not in seen]

@@ -206,19 +206,30 @@ class Sieve:
         return self.held(choice) + self._working(choice) <= self.room
 
     def _working(self, choice: Choice) -> float:
-        """About what a prefill step takes: rows of experts, running sum and closed blocks, buffers of HCCL."""
+        """About what a prefill step takes: rows of experts or what attention reads, running sum and closed blocks,
+        buffers of HCCL."""
         c, mesh, moe = self.c, choice.mesh, self.c.moe
         tokens = max(1, self.base.rows // mesh.data) * choice.chunk
         values = tokens * c.embed * 2 * (8 + (len(c.layers) // c.residual_block if c.residual_block else 0))
+        read = self._attended(mesh) * 4 / 3
         if moe is None:
-            return values
+            return values + read
         pairs = tokens * moe.top_k * max(1, mesh.experts // mesh.tensor)
         if choice.exchange:
             ways = max(1, mesh.experts)
             own = -(-tokens // (mesh.tensor * choice.chunks))
             pairs = own * ways * min(self._slots(choice) // ways, moe.top_k)
         wide = ((moe.latent or c.embed) + 2 * moe.ffn) * 2
-        return values + pairs * wide * 4 / 3 + 3 * self.f.group_mib * 2**20
+        return values + max(read, pairs * wide * 4 / 3) + 3 * self.f.group_mib * 2**20
+
+    def _attended(self, mesh: Mesh) -> int:
+        """Bytes of what attention to all tokens reads in a prefill: latents, keys and values of all a cache holds."""
+        mixers = [x.mixer for x in self.c.layers if isinstance(x.mixer, MlaConfig)]
+        if self.sparse or not mixers:
+            return 0
+        m, tokens = mixers[0], self.base.rows // mesh.data * self.pages * self.base.page
+        heads = -(-m.heads // mesh.tensor) * (m.key_nope + m.value)
+        return tokens * (heads + m.latent + m.key_rope) * self.c.dtype.itemsize
 
     def chunk(self, mesh: Mesh, rows: int | None = None, tokens: int = STEP_TOKENS) -> int:
         """Tokens of a prefill step: as many as make `tokens` on a rank, and divide over what shares out queries."""

@@ -19,6 +19,7 @@ from kimi_graph.config import ModelConfig
 from kimi_graph.errors import CompileError, ConfigError, KimiGraphError, ShardingError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.parallel import Mesh
+from kimi_graph.plan.buffers import full_ledger
 from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
 from kimi_graph.plan.ledger import make_ledger
@@ -92,6 +93,16 @@ def test_the_sieve_counts_what_the_ledger_counts():
         assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
 
 
+@pytest.mark.parametrize("mesh", ["dp=8,tp=2", "tp=16"])
+def test_the_sieve_has_room_for_what_attention_to_all_tokens_reads(mesh):
+    """Keys and values of all that many caches hold outweigh rows of experts; a fifth is for what it leaves out."""
+    request = base_request(ask("kimi-linear-48b", batch=512, max_len=131_072))
+    sieve = Sieve(request, Factors())
+    choice = sieve.roomy(Choice(mesh=Mesh.parse(mesh), split_cache=True, chunk=128))
+    needs = full_ledger(sieve.request(choice), Factors()).fullest.of("buffers") - 2 * 2**30
+    assert 0.8 < sieve._working(choice) / needs < 1.1
+
+
 def test_the_report_is_one_file_that_loads_nothing():
     document = page(on_950())
     assert document.count("<svg") == 6
@@ -151,7 +162,7 @@ def test_times_of_what_a_rank_has_no_room_for_say_so():
 
 def test_a_plan_has_sentences_within_100_columns_and_commands_in_one_line():
     for line in on_950().text().splitlines():
-        assert len(line) <= 100 or line.startswith("compile") or " GiB  " in line, line
+        assert len(line) <= 100 or line.startswith(("compile", "mesh ")) or " GiB  " in line, line
 
 
 def test_dies_are_told_in_the_machines_that_they_are_had_in():
