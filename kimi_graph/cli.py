@@ -466,6 +466,7 @@ def compile(  # noqa: A001 (the command's name)
 
         config = _load_config(model)
         if devices is not None:
+            from kimi_graph.plan.report import sequences
             from kimi_graph.plan.search import Ask, make_plan
 
             best = make_plan(
@@ -477,7 +478,7 @@ def compile(  # noqa: A001 (the command's name)
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             print(
-                f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences, "
+                f"mesh      {best.choice}: the best of {devices:,} dies for {sequences(best.request.rows)}, "
                 f"--weights-format {weights_format}"
             )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
@@ -612,8 +613,12 @@ def plan(
     """
     if not claims and (model is None or target is None):
         raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
-    if claims and (model is not None or html is not None):
-        raise typer.BadParameter("it takes no MODEL and makes no --html; leave them out.", param_hint="'--claims'")
+    wanted = (model, target, devices, mesh, max_len, batch, ttft, tpot, html)
+    if claims and any(x is not None for x in wanted):
+        raise typer.BadParameter("it takes --factor and --json alone; leave the rest out.", param_hint="'--claims'")
+    for flag, limit in (("--ttft", ttft), ("--tpot", tpot)):
+        if limit is not None and not limit > 0:
+            raise typer.BadParameter("expected more than 0.", param_hint=f"'{flag}'")
     if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",

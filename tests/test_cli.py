@@ -74,6 +74,7 @@ def run(monkeypatch):
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
             "kimi_graph.plan.profiles": ["profiles"],
+            "kimi_graph.plan.report": ["sequences"],
             "kimi_graph.plan.search": ["Ask", "make_plan"],
             "kimi_graph.read_config": ["load_config"],
             "kimi_graph.shard": ["Request", "explain_parameter", "meshes_of", "shard_model"],
@@ -272,7 +273,9 @@ def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
     [
         (["plan", "m", "--target", "a3", "--exchange"], "they go with a --mesh"),
         (["plan", "m", "--target", "a3", "--devices", "8", "--moe-chunks", "2"], "they go with a --mesh"),
-        (["plan", "m", "--claims"], "leave them out"),
+        (["plan", "m", "--claims"], "leave the rest out"),
+        (["plan", "--claims", "--devices", "4"], "leave the rest out"),
+        (["plan", "m", "--target", "a3", "--ttft", "0"], "more than 0"),
         (["plan", "--target", "a3"], "say which MODEL"),
     ],
 )
