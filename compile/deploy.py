@@ -35,7 +35,7 @@ from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
-from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle, read_json
+from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
@@ -47,6 +47,7 @@ from .rank_tables import Communicator, builds_clusters, cluster_files, communica
 from .runbook import runbook
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
+from .written import Written, open_written
 
 LOADER = Path(__file__).parent / "data" / "loader"
 DEPLOY = "deploy.json"
@@ -71,11 +72,10 @@ class Deployment:
     mesh: Mesh
 
     @functools.cached_property
-    def written(self) -> dict[str, Any] | None:
-        """The index of weights that were made ahead; None where those of a rank were not."""
-        index = self.bundle.folder / "weights" / "index.json"
-        found = read_json(index) if index.is_file() else {"ranks": []}
-        return found if set(range(self.mesh.world)) <= set(found["ranks"]) else None
+    def written(self) -> Written | None:
+        """Weights that were made ahead; None where those of a rank were not."""
+        found = open_written(self.bundle)
+        return found if found is not None and len(found.ranks) == self.mesh.world else None
 
     @property
     def groups(self) -> list[Communicator]:
@@ -334,12 +334,10 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
         yield "run", entry["name"]
 
 
-def _weight_lines(index: Mapping[str, Any], rank: int) -> Iterator[tuple[object, ...]]:
+def _weight_lines(written: Written, rank: int) -> Iterator[tuple[object, ...]]:
     """Where each weight of a rank lies: name, file in the bundle's `weights/`, offset, bytes."""
-    for file, entry in sorted(index["files"].items()):
-        if rank in entry["ranks"]:
-            for name, w in sorted(entry["weights"].items()):
-                yield name, file, w["offset"], w["bytes"]
+    for name, w in sorted(written.of(rank).items(), key=lambda item: (item[1].file, item[0])):
+        yield name, w.file, w.offset, w.bytes
 
 
 _ENV = """\
