@@ -12,16 +12,16 @@ from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError
 from kimi_graph.parallel import Mesh
-from kimi_graph.read_config import load_config
 
 from . import air, bundle
 from .bundle import MANIFEST, Bundle, as_written
+from .expect import Expected, bundle_config
 from .ge_proto import TensorDescriptor
 from .making import Maker
 from .manifest import is_weight, target_of
 from .parts import dims_of, mesh_of
 from .targets import Target
-from .verify import bundle_config, find_checkpoint
+from .verify import find_checkpoint
 from .weight_formats import as_read
 from .written import Written, open_written
 
@@ -217,7 +217,7 @@ class OpenBundle:
 def open_bundle(
     path: str | Path,
     *,
-    model: str | Path | ModelConfig | None = None,
+    model: str | Path | None = None,
     target: str | None = None,
     cann: str | None = None,
     torch_npu: str | None = None,
@@ -227,33 +227,19 @@ def open_bundle(
 
     Args:
         path: its folder.
-        model: a preset, config.json, checkpoint folder or config that it has to be of.
+        model: a preset, config.json or checkpoint folder that it has to be of.
         target, cann, torch_npu: chip, and releases, that it has to be made for.
-        mesh: the ranks there are (`pp=2,tp=8`).
+        mesh: the ranks there are (`pp=2,tp=8`; "none": one).
 
     Raises:
         BundleError: it is no bundle, is damaged, or is made for something else: the field is named.
     """
-    folder = Path(path)
-    opened = OpenBundle(folder, bundle.open_bundle(folder))
-    with as_written(folder):
-        m = opened.source.manifest
-        found = {
-            "target.name": (m["target"]["name"], target),
-            "target.cann": (m["target"]["cann"], cann),
-            "made_by.torch_npu": (m["made_by"]["torch_npu"], torch_npu),
-            "mesh.text": (str(opened.mesh), None if mesh is None else str(_mesh(mesh))),
-        }
-        if model is not None:
-            config = model if isinstance(model, ModelConfig) else load_config(model)
-            found = {"model.fingerprint": (opened.model.fingerprint, config.fingerprint), **found}
-        for field, (made, expected) in found.items():
-            if expected is not None and made != expected:
-                raise BundleError(
-                    f"{folder / MANIFEST}: {field} is {made}, here it has to be {expected}; compile it for that."
-                )
+    opened = OpenBundle(Path(path), bundle.open_bundle(path))
+    with as_written(opened.folder):
+        texts = {"model": model, "mesh": mesh}
+        given = {name: None if x is None else str(x) for name, x in texts.items()}
+        Expected(target=target, cann=cann, **given).check(opened.source)
+        made_by = opened.source.manifest["made_by"]["torch_npu"]
+        if torch_npu is not None and made_by != torch_npu:
+            raise BundleError(f"{opened.folder / MANIFEST}: made_by.torch_npu is {made_by}, expected {torch_npu}.")
         return opened
-
-
-def _mesh(mesh: str | Mesh) -> Mesh:
-    return mesh if isinstance(mesh, Mesh) else Mesh.parse(mesh)

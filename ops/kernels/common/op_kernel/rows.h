@@ -169,9 +169,9 @@ __aicore__ inline void Spread(const LocalTensor<float>& spread, const LocalTenso
     }
 }
 
-// sums[r] = x[r, 0] + x[r, 1] + ...; x is used up.
+// sums[r step] = x[r, 0] + x[r, 1] + ...; x is used up.
 __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor<float>& x, uint32_t rows,
-                               uint32_t width)
+                               uint32_t width, uint32_t step = 1)
 {
     const uint32_t stride = width / BLOCK;
     const BinaryRepeatParams p(1, 1, 1, stride, stride, stride);
@@ -180,7 +180,7 @@ __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor
         for (uint32_t c = LANES; c < width; c += LANES) {  // onto the first 64 lanes
             AscendC::Add(x[r * width], x[r * width], x[r * width + c], Least(LANES, width - c), count, p);
         }
-        AscendC::WholeReduceSum<float>(sums[r], x[r * width], Least(LANES, width), count, 1, 1, stride);
+        AscendC::WholeReduceSum<float>(sums[r * step], x[r * width], Least(LANES, width), count, step, 1, stride);
     }
 }
 

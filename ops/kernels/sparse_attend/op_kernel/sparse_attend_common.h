@@ -14,7 +14,7 @@ namespace sparse {
 using namespace AscendC;
 
 constexpr uint32_t SLOTS = 2;  // blocks that are between the cores of a group
-enum Flag : uint16_t { SCORES, WEIGHTS, SUMS };
+enum Flag : uint16_t { SCORES, WEIGHTS, SUMS, PARTS };
 
 // Workspace of a group: for each slot scores [heads, block] float, weights [heads, block], sums [heads, latent] float.
 struct Shares {
@@ -28,6 +28,18 @@ __aicore__ inline Shares SharesOf(const SparseAttendTiling& t)
     s.sums = rows::RoundUp(s.weights + t.heads * t.block * 2, 512);
     s.slot = rows::RoundUp(s.sums + t.heads * t.latent * 4, 512);
     return s;
+}
+
+// What a group has to do at a time: a query's part of its selected positions, [begin, end) of its list.
+struct Task {
+    uint32_t query, begin, end;
+};
+
+__aicore__ inline Task TaskOf(const SparseAttendTiling& t, uint32_t index)
+{
+    const uint32_t part = index % t.parts;
+    return {index / t.parts, uint32_t(uint64_t(t.room) * part / t.parts),
+            uint32_t(uint64_t(t.room) * (part + 1) / t.parts)};
 }
 
 // The last position that a query sees; -1 for padding.

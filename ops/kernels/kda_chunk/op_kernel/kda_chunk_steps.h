@@ -1,0 +1,90 @@
+// Which tokens a group of cores has, step after step: the same for its Cube core and its vector cores.
+#pragma once
+
+#include "kernel_operator.h"  // first: it says what __aicore__ is
+
+#include "kda_chunk_scratch.h"
+
+namespace kda_chunk_parts {
+
+// Flags across the cores of a group, all of mode 2.
+constexpr uint16_t PREPARED = 0;  // vector to Cube: a chunk's factors are there
+constexpr uint16_t LINKED = 1;    // Cube to vector: links and scores between its blocks are there
+constexpr uint16_t INVERTED = 2;  // vector to Cube: its inverse is there
+constexpr uint16_t DONE = 3;      // Cube to vector: the step's slot is free
+
+__aicore__ inline uint32_t InBlocks(uint32_t tokens) { return (tokens + ROWS - 1) / ROWS * ROWS; }
+
+// Some tokens of a row and head, from `from` on; `count` are those of the whole row that are no padding.
+struct Chunk {
+    uint32_t row, head, from, tokens, count;
+};
+
+// The chunks of a group: tasks are rows and heads, a group has some that follow each other. A step is two chunks, whoever's.
+class Steps {
+public:
+    __aicore__ inline void Init(const KdaChunkTiling& tiling, GM_ADDR counts, uint64_t group)
+    {
+        t = tiling;
+        countsGm.SetGlobalBuffer((__gm__ int64_t*)counts);
+        const uint64_t groups = AscendC::GetBlockNum(), tasks = uint64_t(t.batch) * t.heads;
+        task = tasks * group / groups;
+        last = tasks * (group + 1) / groups;
+        from = 0;
+    }
+
+    // Chunks of a row are alike; where a group has one task they are even in number, so that both vector cores have some.
+    __aicore__ inline bool Next(Chunk& chunk)
+    {
+        while (task < last) {
+            const uint32_t count = countsGm.GetValue(task / t.heads);
+            if (from < count) {
+                uint32_t chunks = (count + t.chunk - 1) / t.chunk;
+                chunks += t.alone ? chunks % CHUNKS : 0;
+                const uint32_t size = InBlocks((count + chunks - 1) / chunks), left = count - from;
+                chunk = {uint32_t(task / t.heads), uint32_t(task % t.heads), from, left < size ? left : size, count};
+                from += chunk.tokens;
+                return true;
+            }
+            task++;
+            from = 0;
+        }
+        return false;
+    }
+
+    // Those that a step lacks at the end have no tokens.
+    __aicore__ inline void Next(Chunk (&step)[CHUNKS])
+    {
+        for (uint32_t c = 0; c < CHUNKS; c++) {
+            if (!Next(step[c])) {
+                step[c] = {};
+            }
+        }
+    }
+
+    __aicore__ inline uint32_t Left() const
+    {
+        Steps copy = *this;
+        Chunk chunk;
+        uint32_t count = 0;
+        while (copy.Next(chunk)) {
+            count++;
+        }
+        return (count + CHUNKS - 1) / CHUNKS;
+    }
+
+    uint64_t task, last;
+
+private:
+    KdaChunkTiling t;
+    AscendC::GlobalTensor<int64_t> countsGm;
+    uint32_t from;
+};
+
+// Where a step's chunk lies in a group's workspace.
+__aicore__ inline uint64_t Slot(const KdaChunkTiling& t, uint32_t step, uint32_t chunk)
+{
+    return (uint64_t(step % SLOTS) * CHUNKS + chunk) * ScratchOfChunk(t).size;
+}
+
+}  // namespace kda_chunk_parts
