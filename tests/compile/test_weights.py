@@ -489,6 +489,12 @@ def test_links_are_neither_read_nor_written_through(copy, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (copy / "weights").symlink_to(outside)
+    with pytest.raises(BundleError, match=r"weights: a link to .*outside, outside the bundle"):
+        write_weights.write_weights(copy)
+    inner = copy / "inner"
+    inner.mkdir()
+    (copy / "weights").unlink()
+    (copy / "weights").symlink_to(inner)
     with pytest.raises(BundleError, match=r"weights: is a link; expected a folder inside the bundle"):
         write_weights.write_weights(copy)
     with pytest.raises(BundleError, match="is a link"):
