@@ -4,8 +4,9 @@ Every input and output once is the minimum; a state counts for the rows in use, 
 read and write, the workspace that goes between them included; `tensors` leaves the workspace out, as if the L2 cache
 kept it; `touched` counts each byte of a tensor once, as if the cache kept what a second core reads, too. A kernel may
 move 1.05 times the minimum, SparseAttend 1.3 times. Where every core reads a weight that is large beside its few rows,
-`touched` has to (GatedRmsNorm, ResidualNormGate). Of SparseAttend with fewer queries than cores, or with so many heads that scores are as
-large as the rows, it is `tensors`. Of KdaChunk it is, too: its Cube takes float32 factors that are no inputs, and on A3
+`touched` has to (GatedRmsNorm, ResidualNormGate). Of SparseAttend with fewer queries than cores, or with so many heads
+that scores are as large as the rows, it is `tensors`. Of KdaChunk
+it is, too: its Cube takes float32 factors that are no inputs, and on A3
 what a vector core makes or a product leaves reaches the Cube through memory alone. A group of cores uses the same
 1.3 MB again and again: 31 MB of all groups beside 192 MB of L2 on A3, 47 MB beside 128 MB on 950. On vector cores alone
 nothing goes there, and they have four to twelve times the work.
@@ -174,15 +175,18 @@ def sparse_attend(rows: int, tokens: int, heads: int, seen: int, selected: int, 
 
 
 def attn_res_mix(sources: int, tokens: int, *, chained: bool = False, width: int = 7168) -> Case:
-    """The mix of a site over stored blocks and the running sum; chained: with that sum made here, and a norm after it."""
-    values = [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)]
+    """The mix of a site over stored blocks and the running sum; chained: that sum is made here, and a norm after it."""
+    values, addend = (
+        [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)],
+        torch.randn(1, tokens, width).to(BF16),
+    )
     norm, query, gain = (torch.randn(width).to(BF16) for _ in range(3))
     inputs = {"sources": values, "norm": norm, "query": query}
     attrs, least, shape = {"eps": 1e-5}, size(*values, values[0], norm, query), f"{sources} sources, {tokens} tokens"
     if chained:
-        inputs |= {"addend": values[0], "gain": gain}
+        inputs |= {"addend": addend, "gain": gain}
         attrs["norm_eps"] = 1e-5
-        least, shape = least + size(values[0], values[0], gain), f"{shape}, chained"
+        least, shape = least + size(addend, addend, gain), f"{shape}, chained"
     return Case("attn_res_mix", shape, inputs, least, attrs)
 
 

@@ -179,7 +179,7 @@ def bring_up(
             report.outcomes.append(Outcome(step.key, step.title, "failed", seconds))
             report.problem = str(found)
             report.finding = found if isinstance(found, Finding) else None
-            report.advice = _advice(step.key, report.finding)
+            report.advice = _advice(bundle, report.finding)
             break
     if out is not None:
         (out / f"{REPORT}.md").write_text(report.markdown())
@@ -187,18 +187,21 @@ def bring_up(
     return report
 
 
-def _advice(key: str, finding: Finding | None) -> str:
+def _advice(bundle: Bundle, finding: Finding | None) -> str:
     if finding is None:
         return "Look at the machine first: the runbook of `kimi-graph deploy` says what has to be there."
     if finding.weight:
-        return f"Look at how weights are bound: {finding.weight} is not this rank's part (`kimi-graph weights "
-        "--verify`)."
+        how = "kimi-graph weights --verify reads what was written again"
+        return f"Look at how weights are bound: {finding.weight} is not this rank's part; {how}."
     if finding.type == "group":
         return "Look at the rank table and at ge.exec.hcomGrouplist: every rank has to list a group's ranks alike."
     if finding.type.startswith("Hcom"):
         return f"Look at HCCL: {finding.type} of {finding.node} gave something else than its group's ranks gave it."
-    return f"To go on without the operator: kimi-graph compile ... --avoid {finding.type}; it is taken from another "
-    "provider."
+    if any(choice["operator"] == finding.type for choice in bundle.manifest["choices"]):
+        return (
+            f"To go on without the operator: kimi-graph compile ... --avoid {finding.type}; the next provider serves."
+        )
+    return f"{finding.type} was no choice, nobody else serves it: share the report with who supports the machine."
 
 
 @dataclass

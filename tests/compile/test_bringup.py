@@ -53,11 +53,11 @@ def said(folder):
     return rehearsal(open_bundle(folder)).facts()
 
 
-def try_faults(folder, known, runs, said, count, seed):
-    """Bring up devices with faults of every kind; those of which the wrong operator or rank was named."""
+def try_faults(folder, known, runs, said, count, seed, kinds=KINDS):
+    """Bring up devices with faults of some kinds; those of which the wrong operator or rank was named."""
     draws, missed = random.Random(seed), []
     for i in range(count):
-        fault = draw(draws, runs, known.sides.groups, KINDS[i % len(KINDS)])
+        fault = draw(draws, runs, known.sides.groups, kinds[i % len(kinds)])
         report = bring_up(folder, FaultyDevice(said, fault), known=known)
         if report.finding is None or not fault.found_by(report.finding):
             missed.append((fault, report.problem))
@@ -94,11 +94,12 @@ def test_faults_are_found_where_they_are(folder, known, runs, said):
 
 
 @pytest.mark.heavy
-def test_of_240_faults_of_every_kind_95_in_100_are_found_where_they_are(folder, known, runs, said):
-    missed = try_faults(folder, known, runs, said, 240, seed=0)
-    print(f"\n{240 - len(missed)} of 240 faults found at the right operator and rank", *missed, sep="\n")
-    print(Counter(fault.kind for fault, _ in missed))
-    assert len(missed) <= 12
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_40_faults_of_a_kind_95_in_100_are_found_where_they_are(folder, known, runs, said, kind):
+    missed = try_faults(folder, known, runs, said, 40, seed=0, kinds=(kind,))
+    print(f"\n{kind}: {40 - len(missed)} of 40 faults found at the right operator and rank", *missed, sep="\n")
+    assert len(missed) <= 2
 
 
 def broken(kind, **where):
@@ -119,13 +120,15 @@ def test_a_finding_says_what_would_explain_it(folder, known, said, fault, words)
     assert report.outcomes[-1].title == "layer 1 (kda and moe), decode"
     assert (report.finding.node, report.finding.type, report.finding.ranks) == ("layers.1.kda/MatMul", "MatMul", (1,))
     assert report.finding.why == words
-    assert "--avoid MatMul" in report.advice
+    assert report.advice.startswith("MatMul was no choice, nobody else serves it")
 
 
 def test_a_kernel_that_is_wrong_is_found_by_its_golden_case(folder, known, said):
-    report = bring_up(folder, FaultyDevice(said, broken("wrong scale", factor=1.1, everywhere=True)), known=known)
-    assert report.outcomes[-1].title == "operator MatMul (MatMul_0)"
-    assert (report.finding.type, report.finding.ranks) == ("MatMul", (1,))
+    fault = Fault(kind="wrong scale", rank=1, type="GatedRmsNorm", factor=1.1, everywhere=True)
+    report = bring_up(folder, FaultyDevice(said, fault), known=known)
+    assert report.outcomes[-1].title == "operator GatedRmsNorm (GatedRmsNorm_0)"
+    assert (report.finding.type, report.finding.ranks) == ("GatedRmsNorm", (1,))
+    assert "--avoid GatedRmsNorm; the next provider serves" in report.advice
 
 
 def test_ranks_that_have_each_others_weights_are_told(folder, known, said):
