@@ -67,6 +67,7 @@ class _Tensor(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("filled", ctypes.c_uint64),
         ("shared", ctypes.c_uint64),
+        ("scratch", ctypes.c_uint64),
     )
 
 
@@ -74,46 +75,65 @@ PIPES = ("S", "V", "MTE2", "MTE3", "MTE1", "M", "FIX")
 
 
 class CoreCounters(ctypes.Structure):
-    """Of one core: instructions by pipe, repeats of vector instructions, bytes read from and written to memory."""
+    """Of one core.
+
+    Attributes:
+        instructions: by pipe. repeats: of vector instructions. products: of the Cube, fractals of 16 x 16 x 32 bytes.
+        gm_read, gm_written: bytes of tensors. scratch_read, scratch_written: bytes of the workspace.
+        cube: 1: a Cube core. cost: what orders cores (`together.h`).
+    """
 
     _fields_ = (
         ("instructions", ctypes.c_uint64 * len(PIPES)),
         ("repeats", ctypes.c_uint64),
+        ("products", ctypes.c_uint64),
         ("gm_read", ctypes.c_uint64),
         ("gm_written", ctypes.c_uint64),
+        ("scratch_read", ctypes.c_uint64),
+        ("scratch_written", ctypes.c_uint64),
+        ("cube", ctypes.c_uint64),
+        ("cost", ctypes.c_uint64),
     )
 
 
 def run_library(
-    built: ctypes.CDLL, tensors: Sequence[tuple[str, int, int, bool, int]], arguments: Sequence[int], cores: int
+    built: ctypes.CDLL, tensors: Sequence[tuple[str, int, int, bool, int, bool]], arguments: Sequence[int], cores: int
 ) -> tuple[list[CoreCounters], int]:
     """Run a kernel's library: counters of each core, and how many bytes any core read or wrote, each counted once.
 
     Args:
-        tensors: name, address, bytes, whether it holds values, leading bytes that are nobody's.
+        tensors: name, address, bytes, whether it holds values, leading bytes that are nobody's, whether it is a
+            workspace.
         arguments: the addresses the kernel takes, in order; 0 for an optional input that is not there.
 
     Raises:
         KernelError: what the device would not do; the core and the reason.
     """
-    listed = (_Tensor * max(1, len(tensors)))(*((n.encode(), p, b, f, s) for n, p, b, f, s in tensors))
+    listed = (_Tensor * max(1, len(tensors)))(*((name.encode(), *rest) for name, *rest in tensors))
     given = (ctypes.c_void_p * max(1, len(arguments)))(*arguments)
-    counters, error = (CoreCounters * max(1, cores))(), ctypes.create_string_buffer(ERROR_BYTES)
-    touched = ctypes.c_uint64()
+    counters, error = (CoreCounters * max(1, 3 * cores))(), ctypes.create_string_buffer(ERROR_BYTES)
+    made, touched = ctypes.c_uint32(), ctypes.c_uint64()
     arrays = (listed, len(tensors), given, len(arguments))
-    if built.twin_run(*arrays, cores, counters, ctypes.byref(touched), error, ERROR_BYTES):
+    if built.twin_run(*arrays, cores, counters, ctypes.byref(made), ctypes.byref(touched), error, ERROR_BYTES):
         raise KernelError(error.value.decode())
-    return list(counters), touched.value
+    return list(counters)[: made.value], touched.value
 
 
 def run_source(
-    source: str, kernel: str, arch: int, tensors: Sequence[tuple[str, int, int, bool]], cache: Path, cores: int = 1
+    source: str,
+    kernel: str,
+    arch: int,
+    tensors: Sequence[tuple[str, int, int, bool]],
+    cache: Path,
+    cores: int = 1,
+    workspace: Sequence[str] = (),
 ) -> list[CoreCounters]:
     """Build and run a kernel that is given as text; its parameters are the addresses of `tensors`, in order.
 
     Args:
-        tensors: name, address, bytes, whether it holds values.
+        tensors: name, address, bytes, whether it holds values. workspace: names of those that are one.
     """
     text = f'{source}\n#define TWIN_KERNEL {kernel}\n#include "twin/launch.h"\n'
     built = library(text, {"__NPU_ARCH__": str(arch)}, [TWIN / "include"], [], cache)
-    return run_library(built, [(*t, 0) for t in tensors], [t[1] for t in tensors], cores)[0]
+    listed = [(*t, 0, t[0] in workspace) for t in tensors]
+    return run_library(built, listed, [t[1] for t in tensors], cores)[0]

@@ -30,6 +30,8 @@ class Arch:
     ub: int
 
 
+LIBRARY_WORKSPACE = 1024  # bytes that the twin's framework keeps of a workspace, as in its headers
+
 ARCHES = {2201: Arch(48, 192 << 10), 3510: Arch(72, 248 << 10)}
 
 _CODES = {
@@ -96,31 +98,41 @@ class Counters:
     """What a run moved and issued, on every core.
 
     Attributes:
-        read, written: bytes of global memory. instructions: by pipe. repeats: vector work in units of 256 bytes.
+        cube: whether it is a Cube core. read, written: bytes of tensors. workspace: bytes of it read and written.
+        instructions: by pipe. repeats: vector work in units of 256 bytes. products: the Cube's work, in fractals of
+            16 x 16 x 32 bytes. cost: what orders cores.
         touched: bytes of global memory that any core reads plus those that any core writes, each counted once: what is
             left of `bytes` where the second reader finds them in the L2 cache.
     """
 
+    cube: tuple[bool, ...]
     read: tuple[int, ...]
     written: tuple[int, ...]
     instructions: dict[str, tuple[int, ...]]
     repeats: tuple[int, ...]
+    products: tuple[int, ...]
+    workspace: tuple[int, ...]
+    cost: tuple[int, ...]
     touched: int
 
     @staticmethod
     def of(cores: Sequence[CoreCounters], touched: int) -> "Counters":
         by_pipe = {pipe: tuple(c.instructions[i] for c in cores) for i, pipe in enumerate(PIPES)}
         return Counters(
+            tuple(bool(c.cube) for c in cores),
             tuple(c.gm_read for c in cores),
             tuple(c.gm_written for c in cores),
             {pipe: counts for pipe, counts in by_pipe.items() if any(counts)},
             tuple(c.repeats for c in cores),
+            tuple(c.products for c in cores),
+            tuple(c.scratch_read + c.scratch_written for c in cores),
+            tuple(c.cost for c in cores),
             touched,
         )
 
     @property
     def bytes(self) -> int:
-        """Bytes of global memory read and written, all cores."""
+        """Bytes of tensors read and written, all cores."""
         return sum(self.read) + sum(self.written)
 
 
@@ -298,7 +310,7 @@ class Kernel:
             for i, t in enumerate(here):
                 name = f"{parameter.name}{i}" if parameter.kind == "dynamic" else parameter.name
                 free = nobody.get(parameter.name, 0) * (t.nbytes // len(t) if t.ndim else 0)
-                tensors.append((name, t.data_ptr(), t.nbytes, True, free))
+                tensors.append((name, t.data_ptr(), t.nbytes, True, free, False))
             if parameter.kind == "dynamic":
                 lists.append((ctypes.c_uint64 * (len(here) + 1))(len(here), *(t.data_ptr() for t in here)))
                 arguments.append(ctypes.addressof(lists[-1]))
@@ -306,11 +318,13 @@ class Kernel:
                 arguments.append(here[0].data_ptr() if here else 0)
         for name, t in outputs.items():
             if name not in listed:
-                tensors.append((name, t.data_ptr(), t.nbytes, False, 0))
+                tensors.append((name, t.data_ptr(), t.nbytes, False, 0, False))
             arguments.append(t.data_ptr())
-        if tiling.workspace:
-            raise KernelError(f"{self.definition.type}: wants a workspace, which the twin does not have")
-        arguments += [0, ctypes.addressof(tiling) + _Tiling.data.offset]
+        workspace = torch.empty(tiling.workspace, dtype=torch.uint8)
+        if len(workspace):  # its first bytes are the framework's: a kernel that touches them is refused
+            own = max(0, len(workspace) - LIBRARY_WORKSPACE)
+            tensors.append(("workspace", workspace.data_ptr() + LIBRARY_WORKSPACE, own, False, 0, True))
+        arguments += [workspace.data_ptr(), ctypes.addressof(tiling) + _Tiling.data.offset]
         try:
             return run_library(self._library(listed, outputs, arch), tensors, arguments, tiling.cores)
         except KernelError as error:

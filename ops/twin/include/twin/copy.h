@@ -59,20 +59,22 @@ inline const char* NameOf(TPosition p)
                                                                                    : SPACE_NAME[SpaceOf(p)];
 }
 
+inline const char* Kind() { return Here().cube ? "Cube" : "vector"; }
+
 // The documented ways. From global memory to VECIN and L1; padded copies also to VECOUT, and to VECCALC on the 950.
 inline void MayFill(const char* what, TPosition to, bool padded)
 {
     const bool beside = padded && (to == TPosition::VECOUT || (to == TPosition::VECCALC && __NPU_ARCH__ == 3510));
-    if (to == TPosition::VECIN || SpaceOf(to) == L1 || beside) return;
-    Refuse("%s: on %d there is no way from GM to %s", what, __NPU_ARCH__, NameOf(to));
+    if (Here().cube ? SpaceOf(to) == L1 : to == TPosition::VECIN || beside) return;
+    Refuse("%s: on %d there is no way from GM to %s for a %s core", what, __NPU_ARCH__, NameOf(to), Kind());
 }
 
 // To global memory from VECOUT; padded copies also from VECIN; from L1 before the 950.
 inline void MayLeave(const char* what, TPosition from, bool padded)
 {
-    const bool beside = (padded && from == TPosition::VECIN) || (SpaceOf(from) == L1 && __NPU_ARCH__ == 2201);
-    if (from == TPosition::VECOUT || beside) return;
-    Refuse("%s: on %d there is no way from %s to GM", what, __NPU_ARCH__, NameOf(from));
+    const bool vector = from == TPosition::VECOUT || (padded && from == TPosition::VECIN);
+    if (Here().cube ? SpaceOf(from) == L1 && __NPU_ARCH__ == 2201 : vector) return;
+    Refuse("%s: on %d there is no way from %s to GM for a %s core", what, __NPU_ARCH__, NameOf(from), Kind());
 }
 
 struct Bursts {
@@ -95,7 +97,7 @@ void Fill(const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& sr
         uint8_t* to = Reach(b.what, PIPE_OF_MTE2, dst.place, address + uint32_t(i * b.local_step), uint32_t(b.bytes), true);
         std::memcpy(to, src.region->base + from, b.bytes);
     }
-    machine.core.counters.gm_read += b.count * b.bytes;
+    Here().counters.Gm(*src.region, b.count * b.bytes, false);
 }
 
 template <typename T>
@@ -111,7 +113,7 @@ void Drain(const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& s
         TouchGm(b.what, PIPE_OF_MTE3, *dst.region, to, b.bytes, true);
         std::memcpy(dst.region->base + to, from, b.bytes);
     }
-    machine.core.counters.gm_written += b.count * b.bytes;
+    Here().counters.Gm(*dst.region, b.count * b.bytes, true);
 }
 
 // Inside UB from VECIN to VECCALC and from there to VECOUT, by the vector unit; UB to L1 exists on the 950.

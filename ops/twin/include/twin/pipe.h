@@ -2,6 +2,7 @@
 #pragma once
 
 #include "tensor.h"
+#include "together.h"
 
 namespace AscendC {
 
@@ -12,10 +13,10 @@ void SetFlag(int32_t id)
 {
     constexpr twin::Ends ends = twin::EndsOf(event);
     if (id < 0 || id > 7) twin::Refuse("SetFlag: event %d; there are 0 to 7", id);
-    auto& flag = twin::machine.core.flags[ends.from][ends.to][id];
+    auto& flag = twin::Here().flags[ends.from][ends.to][id];
     if (flag.set) twin::Refuse("SetFlag: event %d from %s to %s is set already", id, twin::PIPE_NAME[ends.from],
                                twin::PIPE_NAME[ends.to]);
-    flag = {true, twin::machine.core.now[ends.from]};
+    flag = {true, twin::Here().now[ends.from]};
 }
 
 template <HardEvent event>
@@ -23,26 +24,24 @@ void WaitFlag(int32_t id)
 {
     constexpr twin::Ends ends = twin::EndsOf(event);
     if (id < 0 || id > 7) twin::Refuse("WaitFlag: event %d; there are 0 to 7", id);
-    auto& flag = twin::machine.core.flags[ends.from][ends.to][id];
+    auto& flag = twin::Here().flags[ends.from][ends.to][id];
     if (!flag.set) twin::Refuse("WaitFlag: nobody set event %d from %s to %s: the core would wait for ever", id,
                                 twin::PIPE_NAME[ends.from], twin::PIPE_NAME[ends.to]);
-    twin::Join(twin::machine.core.now[ends.to], flag.at);
+    twin::Join(twin::Here().now[ends.to], flag.at);
     flag.set = false;
 }
 
 template <pipe_t pipe>
 void PipeBarrier()
 {
+    if constexpr (pipe == PIPE_ALL || pipe == PIPE_M) twin::Here().product = -1;
     if constexpr (pipe == PIPE_ALL) {
-        auto& now = twin::machine.core.now;
+        auto& now = twin::Here().now;
         twin::Clock all{};
         for (const twin::Clock& clock : now) twin::Join(all, clock);
         for (twin::Clock& clock : now) twin::Join(clock, all);
     }
 }
-
-inline int64_t GetBlockIdx() { return twin::machine.core.index; }
-inline int64_t GetBlockNum() { return twin::machine.cores; }
 
 // A queue between two positions: who fills its buffers, who empties them.
 template <TPosition src, TPosition dst, int32_t depth, auto mask = 0>
@@ -55,7 +54,7 @@ public:
             twin::Buffer& buffer = first[(next + i) % count];
             if (buffer.held != twin::Held::FREE) continue;
             next = (next + i + 1) % count;
-            twin::Join(twin::machine.core.now[From()], buffer.released);
+            twin::Join(twin::Here().now[From()], buffer.released);
             return Hand<T>(buffer, twin::Held::ALLOCATED, src);
         }
         twin::Refuse("AllocTensor: all %u buffers of the queue are in use", count);
@@ -69,7 +68,7 @@ public:
         if (buffer.held != twin::Held::ALLOCATED) twin::Refuse("EnQue: the tensor was not allocated from a queue");
         if (int32_t(queued.size()) >= std::max(depth, 1))
             twin::Refuse("EnQue: the queue is %d deep and full", std::max(depth, 1));
-        buffer.ready = twin::machine.core.now[From()];
+        buffer.ready = twin::Here().now[From()];
         buffer.held = twin::Held::QUEUED;
         buffer.turn++;
         queued.push_back(&buffer);
@@ -82,7 +81,7 @@ public:
         if (queued.empty()) twin::Refuse("DeQue: the queue is empty");
         twin::Buffer& buffer = *queued.front();
         queued.pop_front();
-        twin::Join(twin::machine.core.now[To()], buffer.ready);
+        twin::Join(twin::Here().now[To()], buffer.ready);
         return Hand<T>(buffer, twin::Held::DEQUEUED, dst);
     }
 
@@ -92,7 +91,7 @@ public:
         tensor.place.Address("FreeTensor");
         twin::Buffer& buffer = *tensor.place.buffer;
         if (buffer.held == twin::Held::ALWAYS) twin::Refuse("FreeTensor: the tensor is of no queue");
-        buffer.released = twin::machine.core.now[To()];
+        buffer.released = twin::Here().now[To()];
         buffer.held = twin::Held::FREE;
         buffer.turn++;
     }
@@ -103,9 +102,25 @@ public:
     uint32_t count = 0;
 
 private:
-    // GM fills VECIN through MTE2, VECOUT leaves through MTE3, all else is the vector unit's.
-    static constexpr twin::Pipe From() { return src == TPosition::VECIN ? twin::PIPE_OF_MTE2 : twin::PIPE_OF_V; }
-    static constexpr twin::Pipe To() { return dst == TPosition::VECOUT ? twin::PIPE_OF_MTE3 : twin::PIPE_OF_V; }
+    // GM fills VECIN and L1 through MTE2, L1 fills L0A and L0B, the Cube L0C; VECOUT leaves through MTE3, L0C through FIX;
+    // all else is the vector unit's.
+    static constexpr twin::Pipe From()
+    {
+        using P = TPosition;
+        return src == P::VECIN || src == P::A1 || src == P::B1 ? twin::PIPE_OF_MTE2
+               : src == P::A2 || src == P::B2                  ? twin::PIPE_OF_MTE1
+               : src == P::CO1                                 ? twin::PIPE_OF_M
+                                                               : twin::PIPE_OF_V;
+    }
+    static constexpr twin::Pipe To()
+    {
+        using P = TPosition;
+        return dst == P::VECOUT                ? twin::PIPE_OF_MTE3
+               : dst == P::A1 || dst == P::B1 ? twin::PIPE_OF_MTE1
+               : dst == P::A2 || dst == P::B2 ? twin::PIPE_OF_M
+               : dst == P::CO1                ? twin::PIPE_OF_FIX
+                                              : twin::PIPE_OF_V;
+    }
 
     template <typename T>
     LocalTensor<T> Hand(twin::Buffer& buffer, twin::Held held, TPosition at)
@@ -198,20 +213,20 @@ public:
 private:
     static twin::Buffer* Make(twin::SpaceId id, uint32_t bytes, twin::Held held)
     {
-        twin::Core& core = twin::machine.core;
+        twin::Core& core = twin::Here();
         twin::Space& space = core.space[id];
         const uint32_t size = (bytes + twin::BLOCK - 1) / twin::BLOCK * twin::BLOCK;
         if (!size) twin::Refuse("InitBuffer: a buffer of no bytes");
-        if (size > space.bytes.size() - space.used)
+        if (size > twin::SIZE[id] - space.used)
             twin::Refuse("InitBuffer: %u bytes of %s wanted, %u of %u are left", size, twin::SPACE_NAME[id],
-                         uint32_t(space.bytes.size()) - space.used, uint32_t(space.bytes.size()));
+                         twin::SIZE[id] - space.used, twin::SIZE[id]);
         if (core.buffers.size() == twin::BUFFERS) twin::Refuse("InitBuffer: more than %u buffers", twin::BUFFERS);
         core.buffers.push_back({id, space.used, size, held, 0, {}, {}});
-        space.used += size;
+        space.Grow(size);
         return &core.buffers.back();
     }
 
-    int8_t next_event[16] = {};
+    int8_t next_event[32] = {};
 };
 
 }  // namespace AscendC

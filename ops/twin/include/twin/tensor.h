@@ -27,14 +27,19 @@ struct Place {
     SpaceId space() const { return buffer->space; }
 };
 
-// Bytes [at, at + bytes) of a tensor's memory, checked and noted.
-inline uint8_t* Reach(const char* what, Pipe pipe, const Place& place, uint32_t address, uint32_t bytes, bool write)
+inline void Inside(const char* what, const Place& place, uint32_t address, uint32_t bytes)
 {
     const Buffer& buffer = *place.buffer;
     if (address + bytes > buffer.start + buffer.size)
         Refuse("%s reaches byte %u of a buffer of %u", what, address + bytes - buffer.start, buffer.size);
-    Touch(what, pipe, buffer.space, address, address + bytes, write);
-    return &machine.core.space[buffer.space].bytes[address];
+}
+
+// Bytes [at, at + bytes) of a tensor's memory, checked and noted.
+inline uint8_t* Reach(const char* what, Pipe pipe, const Place& place, uint32_t address, uint32_t bytes, bool write)
+{
+    Inside(what, place, address, bytes);
+    Touch(what, pipe, place.space(), address, address + bytes, write);
+    return &Here().space[place.space()].bytes[address];
 }
 
 inline uint32_t Aligned(const char* what, const Place& place, uint32_t unit = BLOCK)
@@ -128,10 +133,10 @@ public:
         twin::Issue(twin::PIPE_OF_S);
         twin::TouchGm("GetValue", twin::PIPE_OF_S, *region, Inside("GetValue", byte, sizeof(T)), sizeof(T), false);
         const uint64_t line = byte / twin::LINE * twin::LINE;
-        auto& lines = twin::machine.core.lines;
+        auto& lines = twin::Here().lines;
         if (std::find(lines.begin(), lines.end(), region->base + line) == lines.end()) {
             lines.push_back(region->base + line);
-            twin::machine.core.counters.gm_read += std::min<uint64_t>(twin::LINE, region->size - line);
+            twin::Here().counters.Gm(*region, std::min<uint64_t>(twin::LINE, region->size - line), false);
         }
         T value;
         std::memcpy(&value, region->base + byte, sizeof(T));

@@ -73,6 +73,22 @@ inline half NarrowHalf(float x)
     return half{uint16_t(sign | bits)};
 }
 
+// Arithmetic of the 16-bit floats is done in float and rounded once.
+template <typename T>
+auto Load(T x)
+{
+    if constexpr (std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t>) return Wide(x);
+    else return x;
+}
+
+template <typename T, typename X>
+T Store(X x)
+{
+    if constexpr (std::is_same_v<T, half>) return NarrowHalf(x);
+    else if constexpr (std::is_same_v<T, bfloat16_t>) return NarrowBf16(x);
+    else return static_cast<T>(x);
+}
+
 template <typename T>
 constexpr const char* TypeName()
 {
@@ -109,7 +125,11 @@ using QuePosition = TPosition;
 
 enum class RoundMode : uint8_t { CAST_NONE, CAST_RINT, CAST_FLOOR, CAST_CEIL, CAST_ROUND, CAST_TRUNC, CAST_ODD };
 
-enum class HardEvent : uint8_t { MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE2_MTE3, MTE3_MTE2, V_S, S_V, MTE2_S, S_MTE2, MTE3_S, S_MTE3 };
+// From a pipe to another; only those that kernels use.
+enum class HardEvent : uint8_t {
+    MTE2_V, V_MTE2, MTE3_V, V_MTE3, MTE2_MTE3, MTE3_MTE2, V_S, S_V, MTE2_S, S_MTE2, MTE3_S, S_MTE3, MTE2_MTE1, MTE1_MTE2,
+    MTE1_M, M_MTE1, M_FIX, FIX_M, MTE2_FIX, FIX_MTE2, FIX_S, M_S
+};
 
 template <typename A, typename B>
 struct IsSameType {
@@ -131,7 +151,11 @@ constexpr Ends EndsOf(AscendC::HardEvent event)
     constexpr Ends ENDS[] = {{PIPE_OF_MTE2, PIPE_OF_V}, {PIPE_OF_V, PIPE_OF_MTE2},    {PIPE_OF_MTE3, PIPE_OF_V},
                              {PIPE_OF_V, PIPE_OF_MTE3}, {PIPE_OF_MTE2, PIPE_OF_MTE3}, {PIPE_OF_MTE3, PIPE_OF_MTE2},
                              {PIPE_OF_V, PIPE_OF_S},    {PIPE_OF_S, PIPE_OF_V},       {PIPE_OF_MTE2, PIPE_OF_S},
-                             {PIPE_OF_S, PIPE_OF_MTE2}, {PIPE_OF_MTE3, PIPE_OF_S},    {PIPE_OF_S, PIPE_OF_MTE3}};
+                             {PIPE_OF_S, PIPE_OF_MTE2}, {PIPE_OF_MTE3, PIPE_OF_S},    {PIPE_OF_S, PIPE_OF_MTE3},
+                             {PIPE_OF_MTE2, PIPE_OF_MTE1}, {PIPE_OF_MTE1, PIPE_OF_MTE2}, {PIPE_OF_MTE1, PIPE_OF_M},
+                             {PIPE_OF_M, PIPE_OF_MTE1}, {PIPE_OF_M, PIPE_OF_FIX},     {PIPE_OF_FIX, PIPE_OF_M},
+                             {PIPE_OF_MTE2, PIPE_OF_FIX}, {PIPE_OF_FIX, PIPE_OF_MTE2}, {PIPE_OF_FIX, PIPE_OF_S},
+                             {PIPE_OF_M, PIPE_OF_S}};
     return ENDS[int(event)];
 }
 

@@ -55,22 +55,6 @@ namespace twin {
 
 using AscendC::LocalTensor;
 
-// Arithmetic of the 16-bit floats is done in float and rounded once.
-template <typename T>
-auto Load(T x)
-{
-    if constexpr (std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t>) return Wide(x);
-    else return x;
-}
-
-template <typename T, typename X>
-T Store(X x)
-{
-    if constexpr (std::is_same_v<T, half>) return NarrowHalf(x);
-    else if constexpr (std::is_same_v<T, bfloat16_t>) return NarrowBf16(x);
-    else return static_cast<T>(x);
-}
-
 struct Stride {
     uint32_t block, repeat;  // in blocks of 32 bytes
 };
@@ -94,12 +78,18 @@ struct Reader {
     }
 };
 
+inline void Repeats(uint64_t repeats)
+{
+    Here().counters.repeats += repeats;
+    Here().counters.cost += repeats;
+}
+
 inline void Begin(const char* what, int64_t mask, uint32_t lanes, int64_t repeats)
 {
     if (mask < 1 || mask > lanes) Refuse("%s: a mask of %lld; 1 to %u lanes", what, (long long)mask, lanes);
     if (repeats < 1 || repeats > 255) Refuse("%s: %lld repeats; 1 to 255", what, (long long)repeats);
     Issue(PIPE_OF_V);
-    machine.core.counters.repeats += repeats;
+    Repeats(repeats);
 }
 
 // A source may be the result's own memory, element for element, or lie elsewhere; nothing between.
@@ -115,7 +105,7 @@ inline void Begin(const char* what, int64_t count, uint32_t element)
 {
     if (count < 1) Refuse("%s: %lld elements", what, (long long)count);
     Issue(PIPE_OF_V);
-    machine.core.counters.repeats += (count * element + REPEAT - 1) / REPEAT;
+    Repeats((count * element + REPEAT - 1) / REPEAT);
 }
 
 // dst[i] = f(src[i]...). Sources are read, and checked, before anything is written.
