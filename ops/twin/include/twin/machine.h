@@ -96,13 +96,13 @@ struct Mark {
     Pipe pipe = PIPE_OF_S;
 };
 
-// A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL.
+// A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL (writers: by AtomicAdd).
 struct Region {
     static constexpr uint8_t SEVERAL = 255;
     struct Block {  // of 32 bytes; kept only where cores can wait for each other
         bool written = false;
         Mark write;
-        std::vector<Mark> reads;  // since then
+        std::vector<Mark> reads, adds;  // since then; adds: AtomicAdd
     };
     std::string name;
     uint8_t* base;
@@ -283,11 +283,19 @@ inline bool After(Pipe pipe, const Mark& mark)
 
 std::string NameOfCore(uint32_t index);
 
+enum class Access : uint8_t { READ, WRITE, ADD };  // ADD: atomic, so that cores need no order among themselves
+
 // Cores that cannot wait for each other: none may write what another touches.
-inline void AloneOn(const char* what, Region& region, uint64_t i, bool write)
+inline void AloneOn(const char* what, Region& region, uint64_t i, Access access)
 {
+    const bool write = access != Access::READ;
     const Core& core = Here();
     const uint8_t me = uint8_t(core.index + 1), writer = region.writer[i], reader = region.reader[i];
+    if (writer == Region::SEVERAL) {
+        if (access == Access::ADD) return;
+        Refuse("%s: core %s meets byte %llu of %s, which cores add to", what, core.Name().c_str(), (unsigned long long)i,
+               region.name.c_str());
+    }
     if (writer && writer != me)
         Refuse("%s: core %s and core %s race for byte %llu of %s", what, NameOfCore(writer - 1u).c_str(),
                core.Name().c_str(), (unsigned long long)i, region.name.c_str());
@@ -297,7 +305,7 @@ inline void AloneOn(const char* what, Region& region, uint64_t i, bool write)
 }
 
 // Cores that can: between two that touch a block, one of them writing, there has to be a flag.
-inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, bool write)
+inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, Access access)
 {
     const Core& core = Here();
     Region::Block& block = region.blocks[at];
@@ -311,21 +319,27 @@ inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, b
     };
     const Mark mine = {core.index, core.now[pipe][pipe], pipe};
     if (block.written) check(block.write, "wrote");
-    if (write) {
+    if (access != Access::READ)
         for (const Mark& read : block.reads) check(read, "reads");
+    if (access != Access::ADD)
+        for (const Mark& add : block.adds) check(add, "adds to");
+    if (access == Access::WRITE) {
         block.reads.clear();
+        block.adds.clear();
         block.written = true;
         block.write = mine;
         return;
     }
-    for (Mark& read : block.reads)
-        if (read.core == mine.core && read.pipe == pipe) return void(read = mine);
-    block.reads.push_back(mine);
+    std::vector<Mark>& among = access == Access::ADD ? block.adds : block.reads;
+    for (Mark& mark : among)
+        if (mark.core == mine.core && mark.pipe == pipe) return void(mark = mine);
+    among.push_back(mine);
 }
 
 // Bytes of global memory are read, or written. In the leading bytes that are nobody's, order does not matter.
-inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin, uint64_t bytes, bool write)
+inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin, uint64_t bytes, Access access)
 {
+    const bool write = access != Access::READ;
     const uint64_t end = begin + bytes;
     if (end > region.size)
         Refuse("%s %s bytes %llu to %llu of %s, which has %llu", what, write ? "writes" : "reads",
@@ -335,14 +349,18 @@ inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin,
     const uint8_t me = uint8_t(core.index + 1);
     const uint64_t from = std::max(begin, region.shared);
     for (uint64_t i = from; i < end; i++) {
-        if (!machine.task.together) AloneOn(what, region, i, write);
-        if (!write && !region.writer[i] && !region.filled)
+        if (!machine.task.together) AloneOn(what, region, i, access);
+        if (access != Access::WRITE && !region.writer[i] && !region.filled)
             Refuse("%s reads byte %llu of %s, which nothing wrote", what, (unsigned long long)i, region.name.c_str());
         uint8_t& who = write ? region.writer[i] : region.reader[i];
-        who = !write && who && who != me ? Region::SEVERAL : me;
+        if (pipe == PIPE_OF_S && !write && region.writer[i] == Region::SEVERAL)
+            Refuse("%s reads byte %llu of %s, which cores add to: the scalar unit's cache may hold another value", what,
+                   (unsigned long long)i, region.name.c_str());
+        const bool others = access == Access::ADD ? machine.task.together || who != me : !write && who && who != me;
+        who = others ? Region::SEVERAL : me;
     }
     if (machine.task.together && from < end)
-        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) InTurnOn(what, pipe, region, b, write);
+        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) InTurnOn(what, pipe, region, b, access);
     if (end <= region.shared) return;
     const uint32_t time = core.now[pipe][pipe];
     for (const GmAccess& a : core.pending)
