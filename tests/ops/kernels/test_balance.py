@@ -12,13 +12,6 @@ from kimi_graph.ops.twin.build import compiler, library
 
 SOURCE = """
 #include "balance.h"
-#include <vector>
-
-struct Words {
-    uint64_t* at;
-    uint64_t GetValue(uint32_t i) const { return at[i]; }
-    void SetValue(uint32_t i, uint64_t value) { at[i] = value; }
-};
 
 template <typename Tasks>
 static uint32_t Run(Tasks tasks, uint32_t* out)
@@ -33,15 +26,13 @@ static uint32_t Run(Tasks tasks, uint32_t* out)
 }
 
 // Tasks of one core in its order: rows and parts. `way`: 0 in turn, 1 planned; 2: of one core that takes all.
-extern "C" uint32_t deal(uint32_t way, const uint32_t* costs, uint32_t rows, uint32_t each, uint32_t cores, uint32_t core,
-                         uint32_t* out)
+extern "C" uint32_t deal(uint32_t way, const uint32_t* costs, uint32_t rows, uint32_t each, uint32_t cores,
+                         uint32_t core, uint32_t* out)
 {
-    std::vector<uint64_t> room(balance::RoomOf(rows, cores));
-    const Words words = {room.data()};
     const auto cost = [costs](uint32_t row) { return costs[row]; };
     if (way == 0) return Run(balance::InTurn(rows, each, cores, core), out);
-    if (way == 1) return Run(balance::Planned<Words>(words, rows, each, cores, core, cost), out);
-    balance::Taken<Words> taken(words, rows, each, cost);
+    if (way == 1) return Run(balance::Tasks(rows, each, cores, core, cost), out);
+    balance::Taken taken(rows, each, cost);
     balance::Task task;
     uint32_t count = 0;
     for (uint64_t place = core; taken.At(place, task); place += cores, count++) {

@@ -2,15 +2,16 @@
 //
 // There are rows of `each` equal tasks; what a task of a row costs is known when the kernel starts, from tensors on the
 // device (how many tokens a sequence has). A graph is tiled without their values, so it is not op_host that plans, but
-// every core for itself, by the same rule and with the same result: no core waits for another.
+// every core for itself, by the same rule and with the same result: no core waits for another, and the cores of a group
+// agree.
 //
-// Plain C++: kernels and tests include it. `Words` is room for numbers of 64 bits, RoomOf(rows, cores) of them, with
-// GetValue and SetValue of a LocalTensor.
+// Plain C++: kernels and tests include it. The plan is a few numbers on the stack, as a Cube core has no UB.
 #pragma once
 
 #include <cstdint>
 
-#ifdef __NPU_ARCH__
+#ifdef __NPU_ARCH__  // a kernel
+#include "kernel_operator.h"
 #define BALANCE_FUNCTION __aicore__ inline
 #else
 #define BALANCE_FUNCTION inline
@@ -22,82 +23,56 @@ struct Task {
     uint32_t row, part;  // the part-th of the row's equal tasks
 };
 
-constexpr uint32_t MOST_CORES = 256;
+// Rows that are planned; of more, tasks are so many for a core that they even out in turn.
+constexpr uint32_t MOST_ROWS = 256;
+constexpr uint32_t MOST_CORES = 128;
 
-BALANCE_FUNCTION uint32_t RoomOf(uint32_t rows, uint32_t cores) { return rows + cores; }
+// ---- a heap: the smallest of `count` words is the first ----
 
-// A heap in words [first, first + count): the smallest on top.
-template <typename Words>
-class Heap {
-public:
-    BALANCE_FUNCTION Heap() {}
-    BALANCE_FUNCTION Heap(const Words& words, uint32_t first, uint32_t count) : words(words), first(first), count(count) {}
-
-    // What is in the words, put into order.
-    BALANCE_FUNCTION void Make()
-    {
-        for (uint32_t i = count / 2; i > 0; i--) {
-            Sink(i - 1, words.GetValue(first + i - 1));
+BALANCE_FUNCTION void Sink(uint64_t* words, uint32_t count, uint32_t at, uint64_t word)
+{
+    for (uint32_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
+        if (child + 1 < count && words[child + 1] < words[child]) {
+            child++;
         }
-    }
-    BALANCE_FUNCTION bool Empty() const { return count == 0; }
-    BALANCE_FUNCTION uint64_t Top() const { return words.GetValue(first); }
-    BALANCE_FUNCTION void Replace(uint64_t word) { Sink(0, word); }
-    BALANCE_FUNCTION void Pop()
-    {
-        count--;
-        if (count) {
-            Sink(0, words.GetValue(first + count));
+        if (words[child] >= word) {
+            break;
         }
+        words[at] = words[child];
+        at = child;
     }
-
-private:
-    BALANCE_FUNCTION void Sink(uint32_t at, uint64_t word)
-    {
-        for (uint32_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
-            uint64_t least = words.GetValue(first + child);
-            if (child + 1 < count) {
-                const uint64_t other = words.GetValue(first + child + 1);
-                if (other < least) {
-                    least = other;
-                    child++;
-                }
-            }
-            if (least >= word) {
-                break;
-            }
-            words.SetValue(first + at, least);
-            at = child;
-        }
-        words.SetValue(first + at, word);
-    }
-
-    Words words;
-    uint32_t first = 0, count = 0;
-};
+    words[at] = word;
+}
 
 // Rows by what a task of theirs costs, the most first, earlier ones first among equals.
-template <typename Words>
 class ByCost {
 public:
     BALANCE_FUNCTION ByCost() {}
-    // `cost(row)`: of one task.
+    // `cost(row)`: of one task, less than 2^32; at most MOST_ROWS rows.
     template <typename Cost>
-    BALANCE_FUNCTION ByCost(const Words& words, uint32_t rows, Cost cost) : heap(words, 0, rows)
+    BALANCE_FUNCTION ByCost(uint32_t rows, Cost cost) : left(rows)
     {
-        Words to = words;
         for (uint32_t row = 0; row < rows; row++) {
-            to.SetValue(row, (uint64_t(UINT32_MAX - cost(row)) << 32) | row);
+            words[row] = (uint64_t(UINT32_MAX - cost(row)) << 32) | row;
         }
-        heap.Make();
+        for (uint32_t i = rows / 2; i > 0; i--) {
+            Sink(words, rows, i - 1, words[i - 1]);
+        }
     }
-    BALANCE_FUNCTION bool Empty() const { return heap.Empty(); }
-    BALANCE_FUNCTION uint32_t Row() const { return uint32_t(heap.Top()); }
-    BALANCE_FUNCTION uint32_t Cost() const { return UINT32_MAX - uint32_t(heap.Top() >> 32); }
-    BALANCE_FUNCTION void Pop() { heap.Pop(); }
+    BALANCE_FUNCTION bool Empty() const { return left == 0; }
+    BALANCE_FUNCTION uint32_t Row() const { return uint32_t(words[0]); }
+    BALANCE_FUNCTION uint32_t Cost() const { return UINT32_MAX - uint32_t(words[0] >> 32); }
+    BALANCE_FUNCTION void Pop()
+    {
+        left--;
+        if (left) {
+            Sink(words, left, 0, words[left]);
+        }
+    }
 
 private:
-    Heap<Words> heap;
+    uint64_t words[MOST_ROWS];
+    uint32_t left = 0;
 };
 
 // In turn, whatever a task costs: task i is core i % cores's.
@@ -125,17 +100,15 @@ private:
 };
 
 // Longest first: of tasks in falling order each goes to the core that has least, the first of equals.
-template <typename Words>
-class Planned {
+class LongestFirst {
 public:
-    BALANCE_FUNCTION Planned() {}
+    BALANCE_FUNCTION LongestFirst() {}
     template <typename Cost>
-    BALANCE_FUNCTION Planned(const Words& words, uint32_t rows, uint32_t each, uint32_t cores, uint32_t core, Cost cost)
-        : order(words, rows, cost), loads(words, rows, cores), each(each), core(core)
+    BALANCE_FUNCTION LongestFirst(uint32_t rows, uint32_t each, uint32_t cores, uint32_t core, Cost cost)
+        : order(rows, cost), each(each), cores(cores), core(core)
     {
-        Words to = words;
         for (uint32_t i = 0; i < cores; i++) {
-            to.SetValue(rows + i, i);  // a load above a core's number; all are 0
+            loads[i] = i;  // a load above a core's number; all are 0
         }
     }
     // The core's next task; false: it has done all of its own.
@@ -144,8 +117,8 @@ public:
         for (; !order.Empty(); order.Pop(), part = 0) {
             const uint64_t cost = uint64_t(order.Cost()) * MOST_CORES;
             while (part < each) {
-                const uint64_t least = loads.Top();
-                loads.Replace(least + cost);
+                const uint64_t least = loads[0];
+                Sink(loads, cores, 0, least + cost);
                 part++;
                 if (least % MOST_CORES == core) {
                     task.row = order.Row();
@@ -158,21 +131,46 @@ public:
     }
 
 private:
-    ByCost<Words> order;
-    Heap<Words> loads;
-    uint32_t each = 1, core = 0, part = 0;
+    ByCost order;
+    uint64_t loads[MOST_CORES];
+    uint32_t each = 1, cores = 1, core = 0, part = 0;
+};
+
+// How kernels share out their tasks: planned where there are few rows, in turn where there are many. BALANCE=0 makes it in
+// turn always, to compare (benchmarks/balance.py).
+#ifndef BALANCE
+#define BALANCE 1
+#endif
+class Tasks {
+public:
+    BALANCE_FUNCTION Tasks() {}
+    template <typename Cost>
+    BALANCE_FUNCTION Tasks(uint32_t rows, uint32_t each, uint32_t cores, uint32_t core, Cost cost)
+        : planned(BALANCE && rows <= MOST_ROWS)
+    {
+        if (planned) {
+            longest = LongestFirst(rows, each, cores, core, cost);
+        } else {
+            turn = InTurn(rows, each, cores, core);
+        }
+    }
+    BALANCE_FUNCTION bool Next(Task& task) { return planned ? longest.Next(task) : turn.Next(task); }
+
+private:
+    bool planned = false;
+    LongestFirst longest;
+    InTurn turn;
 };
 
 // Taken from a counter that all cores share, in falling order: a core that is done takes the next task.
-template <typename Words>
 class Taken {
 public:
     BALANCE_FUNCTION Taken() {}
     template <typename Cost>
-    BALANCE_FUNCTION Taken(const Words& words, uint32_t rows, uint32_t each, Cost cost) : order(words, rows, cost), each(each)
+    BALANCE_FUNCTION Taken(uint32_t rows, uint32_t each, Cost cost) : order(rows, cost), each(each)
     {
     }
-    // The task at a place of the order; places of a core rise.
+    // The task at a place of the order; places that a core asks for rise.
     BALANCE_FUNCTION bool At(uint64_t place, Task& task)
     {
         for (; !order.Empty() && place >= passed + each; order.Pop()) {
@@ -187,7 +185,7 @@ public:
     }
 
 private:
-    ByCost<Words> order;
+    ByCost order;
     uint64_t passed = 0;
     uint32_t each = 1;
 };

@@ -5,6 +5,7 @@
 // type whose cores can wait for each other (KERNEL_TYPE_MIX_AIV_1_0), with all of them running at once.
 #pragma once
 
+#include "balance.h"
 #include "kernel_operator.h"
 
 namespace balance {
@@ -37,6 +38,27 @@ public:
 private:
     __gm__ uint32_t* place = nullptr;
     bool ready = false;
+};
+
+// Tasks from a counter, the longest first; the first of each core needs no counter. Cores may be no more than tasks.
+class FromCounter {
+public:
+    template <typename Cost>
+    __aicore__ inline FromCounter(uint32_t rows, uint32_t each, GM_ADDR place, Cost cost)
+        : tasks(rows, each, cost), counter(place, AscendC::GetBlockNum())
+    {
+    }
+    __aicore__ inline bool Next(Task& task)
+    {
+        const uint32_t place = first ? AscendC::GetBlockIdx() : counter.Take();
+        first = false;
+        return tasks.At(place, task);
+    }
+
+private:
+    Taken tasks;
+    Counter counter;
+    bool first = true;
 };
 
 }  // namespace balance
