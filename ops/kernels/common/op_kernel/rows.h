@@ -89,6 +89,19 @@ __aicore__ inline void AddOuter(const LocalTensor<float>& y, const LocalTensor<f
     }
 }
 
+// y[r, :] = x[r, :] * s[r], where `spread` has each s[r] in a block of its own.
+__aicore__ inline void TimesEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
+{
+    const BinaryRepeatParams p(1, 1, 0, width / BLOCK, width / BLOCK, 1);
+    for (uint32_t r = 0; r < rows; r += MOST) {
+        for (uint32_t c = 0; c < width; c += LANES) {
+            const uint32_t at = r * width + c;
+            AscendC::Mul(y[at], x[at], spread[r * BLOCK], Least(LANES, width - c), Least(MOST, rows - r), p);
+        }
+    }
+}
+
 // y[r, :] = x[r, :] / s[r], where `spread` has each s[r] in a block of its own.
 __aicore__ inline void OverEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
@@ -144,9 +157,9 @@ __aicore__ inline void Spread(const LocalTensor<float>& spread, const LocalTenso
     }
 }
 
-// sums[r] = x[r, 0] + x[r, 1] + ...; x is used up.
+// sums[r step] = x[r, 0] + x[r, 1] + ...; x is used up.
 __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor<float>& x, uint32_t rows,
-                               uint32_t width)
+                               uint32_t width, uint32_t step = 1)
 {
     const uint32_t stride = width / BLOCK;
     const BinaryRepeatParams p(1, 1, 1, stride, stride, stride);
@@ -155,7 +168,7 @@ __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor
         for (uint32_t c = LANES; c < width; c += LANES) {  // onto the first 64 lanes
             AscendC::Add(x[r * width], x[r * width], x[r * width + c], Least(LANES, width - c), count, p);
         }
-        AscendC::WholeReduceSum<float>(sums[r], x[r * width], Least(LANES, width), count, 1, 1, stride);
+        AscendC::WholeReduceSum<float>(sums[r * step], x[r * width], Least(LANES, width), count, step, 1, stride);
     }
 }
 
