@@ -24,7 +24,7 @@ struct Task {
 };
 
 // Rows that are planned; of more, tasks are so many for a core that they even out in turn.
-constexpr uint32_t MOST_ROWS = 256;
+constexpr uint32_t MOST_ROWS = 128;
 constexpr uint32_t MOST_CORES = 128;
 
 // ---- a heap: the smallest of `count` words is the first ----

@@ -1,6 +1,7 @@
 // Which tokens a group of cores has, step after step: the same for its Cube core and its vector cores.
 #pragma once
 
+#include "balance.h"
 #include "kda_chunk_scratch.h"
 #include "kernel_operator.h"
 
@@ -18,35 +19,38 @@ struct Step {
     uint32_t tokens[CHUNKS];
 };
 
-// Tasks are rows and heads; a group has some that follow each other.
+// What a task costs: its tokens in whole blocks; reading and writing its state is about one more.
+struct Cost {
+    const AscendC::GlobalTensor<int64_t>& counts;
+    __aicore__ inline uint32_t operator()(uint32_t row) const { return counts.GetValue(row) / ROWS + 2; }
+};
+
+// Tasks are rows and heads; a group has some of them, shared out by the tokens that rows have.
 class Steps {
 public:
     __aicore__ inline void Init(const KdaChunkTiling& tiling, GM_ADDR counts, uint64_t group)
     {
         t = tiling;
         countsGm.SetGlobalBuffer((__gm__ int64_t*)counts);
-        const uint64_t groups = AscendC::GetBlockNum(), tasks = uint64_t(t.batch) * t.heads;
-        task = tasks * group / groups;
-        last = tasks * (group + 1) / groups;
-        from = 0;
+        tasks = balance::Tasks(t.batch, t.heads, AscendC::GetBlockNum(), group, Cost{countsGm});
+        from = count = 0;
     }
 
     __aicore__ inline bool Next(Step& step)
     {
-        while (task < last) {
-            const uint32_t count = countsGm.GetValue(task / t.heads);
-            if (from < count) {
-                const uint32_t left = count - from, both = left < CHUNKS * t.chunk ? left : CHUNKS * t.chunk;
-                const uint32_t half = (both + CHUNKS * ROWS - 1) / (CHUNKS * ROWS) * ROWS;  // in whole blocks
-                const uint32_t first = both < half ? both : half;
-                step = {uint32_t(task / t.heads), uint32_t(task % t.heads), from, count, {first, both - first}};
-                from += both;
-                return true;
+        while (from == count) {
+            if (!tasks.Next(task)) {
+                return false;
             }
-            task++;
+            count = countsGm.GetValue(task.row);
             from = 0;
         }
-        return false;
+        const uint32_t left = count - from, both = left < CHUNKS * t.chunk ? left : CHUNKS * t.chunk;
+        const uint32_t half = (both + CHUNKS * ROWS - 1) / (CHUNKS * ROWS) * ROWS;  // in whole blocks
+        const uint32_t first = both < half ? both : half;
+        step = {task.row, task.part, from, count, {first, both - first}};
+        from += both;
+        return true;
     }
 
     __aicore__ inline uint32_t Left() const
@@ -60,12 +64,12 @@ public:
         return count;
     }
 
-    uint64_t task, last;
-
 private:
     KdaChunkTiling t;
     AscendC::GlobalTensor<int64_t> countsGm;
-    uint32_t from;
+    balance::Tasks tasks;
+    balance::Task task{};
+    uint32_t from, count;  // of the task: its next token, and how many it has
 };
 
 // Where a step's chunk lies in a group's workspace.
