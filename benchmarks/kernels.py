@@ -1,9 +1,10 @@
 """Bytes that the Ascend C kernels move, counted by their CPU twin, against the least that each shape needs.
 
 Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
-read and write; `touched` counts each byte once, as if the L2 cache kept what a second core reads. A kernel may move
-1.05 times the minimum; where few cores would meet that and many are faster, `touched` has to (AttnResMix with few
-tokens, KdaChunk with fewer states than cores).
+read and write, the workspace that goes between them included; `touched` counts each byte of a tensor once, as if the L2
+cache kept what a second core reads. A kernel may move 1.05 times the minimum, SparseAttend 1.3 times; where few cores
+would meet that and many are faster, `touched` has to (AttnResMix with few tokens, KdaChunk with fewer states than
+cores, SparseAttend with many heads, whose scores are as large as what is attended to).
 The busiest core's share of all bytes and of all vector work is printed beside an even share.
 
     python benchmarks/kernels.py [--arch 2201|3510]
@@ -29,7 +30,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """A shape of a kernel: inputs, attributes, the least bytes, and whether it is `touched` that has to be few."""
+    """A shape of a kernel: inputs, attributes, the least bytes, whether it is `touched` that has to be few; how few."""
 
     kernel: str
     shape: str
@@ -37,6 +38,7 @@ class Case:
     least: int
     attrs: dict[str, Any] = field(default_factory=dict)
     cached: bool = False
+    most: float = MOST
 
 
 def main() -> None:
@@ -44,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=list(ARCHES), help="default: both")
     args = parser.parse_args()
-    head = f"{'kernel':15}{'shape':26}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'touched':>9}"
+    head = f"{'kernel':15}{'shape':30}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'touched':>9}"
     print(head + f"{'most of a core: bytes, work':>30}")
     missed, kept = 0, {"moved": 0, "touched": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -55,18 +57,19 @@ def main() -> None:
                 missed += not report(case, arch, run)
                 kept["touched" if case.cached else "moved"] += 1
     told = f"{kept['moved']} shapes by bytes moved, {kept['touched']} by bytes touched"
-    print(f"{missed} of {told} are over {MOST} x the minimum" if missed else f"{told}: all within {MOST} x the minimum")
+    print(f"{missed} of {told} are over what they may" if missed else f"{told}: all within what they may")
     sys.exit(bool(missed))
 
 
 def report(case: Case, arch: int, run: Run) -> bool:
     """Print a line; whether the promise is kept."""
-    moved, touched = run.counters.bytes / case.least, run.counters.touched / case.least
+    moved = (run.counters.bytes + sum(run.counters.workspace)) / case.least
+    touched = run.counters.touched / case.least
     each = [r + w for r, w in zip(run.counters.read, run.counters.written, strict=True)]
     busiest = (max(x) * run.cores / sum(x) for x in (each, run.counters.repeats))
-    line = f"{case.kernel:15}{case.shape:26}{arch:5}{run.cores:6}{case.least:13,}{moved:7.3f}{touched:9.3f}"
+    line = f"{case.kernel:15}{case.shape:30}{arch:5}{run.cores:6}{case.least:13,}{moved:7.3f}{touched:9.3f}"
     print(line + "{:22.2f} x{:5.2f} x".format(*busiest), flush=True)
-    return (touched if case.cached else moved) <= MOST
+    return (touched if case.cached else moved) <= case.most
 
 
 def size(*tensors: Tensor) -> int:
@@ -82,6 +85,11 @@ def cases() -> Iterator[Case]:
         yield kda_chunk(batch, tokens, heads)
     for batch, tokens, heads in ((1, 1, 12), (33, 1, 3), (33, 1, 12), (1, 512, 3), (2, 700, 12)):
         yield short_conv(batch, tokens, heads)
+    for rows, tokens, heads, seen, selected in ((1, 1, 3, 4096, 2048), (33, 1, 3, 600, 512), (1, 1, 12, 4096, 2048)):
+        yield sparse_attend(rows, tokens, heads, seen, selected)
+    for heads in (1, 3, 12):
+        yield sparse_attend(1, 8, heads, 700, 512)
+    yield sparse_attend(1, 1, 96, 1024, 512)
     for sources, tokens in ((9, 512), (5, 512), (2, 512), (9, 33), (9, 1)):
         yield attn_res_mix(sources, tokens)
     for rows in (1, 33, 512):
@@ -127,6 +135,24 @@ def short_conv(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
     inputs = {"x": x, "weight": weight, "window": window, "slots": slots, "lengths": counts + 9, "counts": counts}
     least = size(x, x, weight, window[1:], window[1:], slots, counts, counts)
     return Case("short_conv", f"{batch} x {tokens} tokens, {heads} heads", inputs, least)
+
+
+def sparse_attend(rows: int, tokens: int, heads: int, seen: int, selected: int, page: int = 128) -> Case:
+    """Queries that keep `selected` of the `seen` tokens before them: a row of 512 + 64 channels for each."""
+    pages = -(-(seen + tokens) // page)
+    pool = rows * pages + 1
+    latent, rope = torch.randn(pool, page, 1, 512).to(BF16), torch.randn(pool, page, 1, 64).to(BF16)
+    q, q_rope = torch.randn(rows, tokens, heads, 512).to(BF16), torch.randn(rows, tokens, heads, 64).to(BF16)
+    kept = torch.rand(rows, tokens, seen).argsort(2)[:, :, :selected].int()
+    table = torch.randperm(pool - 1)[: rows * pages].view(rows, pages).int() + 1
+    counts = torch.full((rows,), tokens)
+    inputs = {"q": q, "q_rope": q_rope, "latent": latent, "rope": rope, "selected": kept, "block_table": table}
+    inputs |= {"lengths": counts + seen, "counts": counts}
+    least = rows * tokens * selected * (512 + 64) * 2 + size(q, q_rope, q, kept, table, counts, counts)
+    least += rows * tokens * heads * 4
+    shape = f"{rows} x {tokens}, {heads} heads, {selected} of {seen}"
+    many = heads > 12
+    return Case("sparse_attend", shape, inputs, least, {"scale": 192**-0.5}, cached=many, most=MOST if many else 1.3)
 
 
 def attn_res_mix(sources: int, tokens: int, width: int = 7168) -> Case:

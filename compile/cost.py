@@ -121,8 +121,8 @@ def _pages(*pools: str) -> Parts:
 
 def _selected(node: Node) -> Part:
     """Every query token reads the rows selected for it."""
-    rows = _count(node.input("sparse_indices"))
-    pools = [d for d in node.ins if not d.unfed and d.name in ("key", "value", "key_rope")]
+    rows = _count(node.input("sparse_indices") or node.input("selected"))
+    pools = [d for d in node.ins if not d.unfed and d.name in ("key", "value", "key_rope", "latent", "rope")]
     return Part({d.name: _size(d) // math.prod((d.shape or ())[:-1]) * rows for d in pools})
 
 
@@ -140,7 +140,7 @@ PARTS: Mapping[str, Parts] = {
     "FusedInferAttentionScore": _pages("key0", "value0", "key_rope"),
     "LightningIndexer": _pages("key"),
     "QuantLightningIndexer": _pages("key", "key_dequant_scale"),
-    **dict.fromkeys(("SparseFlashAttention", "KvQuantSparseFlashAttention"), _selected),
+    **dict.fromkeys(("SparseFlashAttention", "KvQuantSparseFlashAttention", "SparseAttend"), _selected),
 }
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
 from .ge_proto import ModelDef, OpDef, is_tiled
+from .kept import Kept
 from .lower import Choice, Weights
 from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
@@ -53,8 +55,7 @@ from .prototypes import Prototypes
 from .recipe import Step
 from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
-from .torchair_host import Host
-from .torchair_host import load as load_host
+from .torchair_host import Host, Late, default_cache
 from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -310,17 +311,24 @@ class Clock:
 
 
 def build_graph(
-    request: Request, b: Bucket, host: Host, clock: Clock | None = None, *, rules: Rules | None = None
+    request: Request,
+    b: Bucket,
+    host: Host | Late,
+    clock: Clock | None = None,
+    *,
+    rules: Rules | None = None,
+    kept: Kept | None = None,
 ) -> Graph:
     """The whole graph of one bucket: every distinct piece traced and converted once, stamped to all layers.
 
     Args:
         rules: of a mesh: the graph that each of its ranks runs (`own_index.*` inputs say where it stands). Sizes of `b`
             are those of all ranks together.
+        kept: of earlier compiles.
     """
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
-    pieces = build_pieces(request, b, host, prototypes, clock, rules)
+    pieces = build_pieces(request, b, host, prototypes, clock, rules, kept)
     placed = uses(request.config, b)
     with clock.step("stamp"):
         graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in placed], prototypes)
@@ -330,17 +338,34 @@ def build_graph(
 
 
 def build_pieces(
-    request: Request, b: Bucket, host: Host, prototypes: Prototypes, clock: Clock, rules: Rules | None = None
+    request: Request,
+    b: Bucket,
+    host: Host | Late,
+    prototypes: Prototypes,
+    clock: Clock,
+    rules: Rules | None = None,
+    kept: Kept | None = None,
 ) -> dict[str, Piece]:
-    """Every distinct piece of a bucket, traced and converted; see `build_graph`."""
+    """Every distinct piece of a bucket, traced and converted, or as it was kept; see `build_graph`."""
+    if kept is not None:
+        with clock.step("cache"):
+            found = kept.pieces(request, b, rules)
+        if found is not None:
+            return found
+    with clock.step("torchair"):
+        loaded = host.load()
     with clock.step("trace"):
         captured = captured_pieces(request, b, rules)
     first = {use.part: use for use in reversed(uses(request.config, b))}
     with clock.step("convert"):
-        return {
-            name: convert_piece(name, c, request.target, host, prototypes, request.weights_of(first[name], rules))
+        made = {
+            name: convert_piece(name, c, request.target, loaded, prototypes, request.weights_of(first[name], rules))
             for name, c in captured.items()
         }
+    if kept is not None:
+        with clock.step("cache"):
+            kept.keep_pieces(request, b, rules, made)
+    return made
 
 
 def captured_pieces(request: Request, b: Bucket, rules: Rules | None = None) -> dict[str, Captured]:
@@ -445,6 +470,7 @@ class Compiled:
     manifest: dict[str, Any]
     clock: Clock
     experts: str = ""
+    kept: tuple[str, ...] = ()  # what was done with earlier compiles', in words
 
     @property
     def summary(self) -> str:
@@ -473,6 +499,7 @@ class Compiled:
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
                 f"experts   {self.experts}",
                 f"memory    {_memory(m)}",
+                *(f"{'' if i else 'cache':<10}{line}" for i, line in enumerate(self.kept)),
                 f"time      {steps}",
             ]
         )
@@ -517,6 +544,7 @@ def compile_model(
     moe_chunks: int = 1,
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
+    keep: bool = False,
     progress: Progress = silent,
 ) -> Compiled:
     """Compile a model into a bundle. See `Request` for the numbers; None takes its default (phases: all).
@@ -529,6 +557,8 @@ def compile_model(
         mesh: of ranks that run it together: `batch` and the other numbers are those of all of them (`batch` by default
             one row for each of `data`).
         exchange, split_cache, pad: of a mesh, see `meshes.Layout`. redundant_experts, moe_chunks: see `MoeConfig`.
+        cache_dir: where torchair is, and `keep`: take from there what an earlier compile made, and keep what this one
+            makes, see `kept`.
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
@@ -561,9 +591,10 @@ def compile_model(
             raise CompileError(f"--weights constant needs them: {config.name} must be a checkpoint folder.")
         audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
-    with clock.step("torchair"):
-        host = load_host(torch_npu_wheel, cache=cache_dir)
-    return Compiled(compile_bundle(request, host, out, checkpoint, clock, progress), clock, request.experts)
+    host = Late(torch_npu_wheel, cache_dir)
+    kept = Kept.at(cache_dir or default_cache(), host) if keep else None
+    manifest = compile_bundle(request, host, out, checkpoint, clock, progress, kept)
+    return Compiled(manifest, clock, request.experts, () if kept is None else tuple(kept.lines()))
 
 
 def _stored_formats(config: ModelConfig, checkpoint: Path | None, weights_format: str) -> dict[str, str]:
@@ -581,19 +612,52 @@ def _stored_formats(config: ModelConfig, checkpoint: Path | None, weights_format
 
 def compile_bundle(
     request: Request,
-    host: Host,
+    host: Host | Late,
     out: Path | None,
     checkpoint: Path | None = None,
     clock: Clock | None = None,
     progress: Progress = silent,
+    kept: Kept | None = None,
 ) -> dict[str, Any]:
     """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
+
+    Args:
+        kept: of earlier compiles.
 
     Returns:
         The manifest.
     """
     clock = clock or Clock()
-    graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock)]
+    files = None
+    if kept is not None and not request.constants:  # those hold weights
+        with clock.step("cache"):
+            files = kept.bundle(request)
+    if files is None:
+        files = bundle_files(request, host, clock, kept)
+        if kept is not None and not request.constants:
+            with clock.step("cache"):
+                kept.keep_bundle(request, files)
+    manifest = json.loads(files.pop(bundle.MANIFEST))
+    if checkpoint is not None:
+        files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
+    if out is not None:
+        with clock.step("write"), bundle.writing(out) as folder:
+            for name, data in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(data)
+            if request.constants:
+                assert checkpoint is not None
+                plan = json.loads(files[bundle.WEIGHTS])["weights"]
+                where = folder / bundle.CONSTANTS
+                constants.write(where, plan, request.config, Checkpoint.open(checkpoint), progress)
+                manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": bundle.file_hash(where)}
+            (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
+    return manifest
+
+
+def bundle_files(request: Request, host: Host | Late, clock: Clock, kept: Kept | None = None) -> dict[str, bytes]:
+    """Bytes by name of all that a bundle holds whatever the checkpoint; the manifest last."""
+    graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock, kept)]
     sources = {name: made for g in graphs for name, made in g.weights.items()}
     plan = weight_plan(request.config, [g.model for g in graphs], sources, request.layout)
     if request.constants:
@@ -604,21 +668,8 @@ def compile_bundle(
         files[bundle.WEIGHTS] = bundle.dump(plan)
         files |= kernel_files(graphs)
         files[bundle.SOURCES] = bundle.dump({g.name: g.origins for g in graphs})
-        if checkpoint is not None:
-            files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
-        manifest = make_manifest(request, host, graphs, files, plan["weights"])
-        if out is not None:
-            with bundle.writing(out) as folder:
-                for name, data in files.items():
-                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / name).write_bytes(data)
-                if request.constants:
-                    assert checkpoint is not None
-                    where = folder / bundle.CONSTANTS
-                    constants.write(where, plan["weights"], request.config, Checkpoint.open(checkpoint), progress)
-                    manifest["weights"]["constants"] = {"file": bundle.CONSTANTS, "sha256": bundle.file_hash(where)}
-                (folder / bundle.MANIFEST).write_bytes(bundle.dump(manifest))
-    return manifest
+        files[bundle.MANIFEST] = bundle.dump(make_manifest(request, host, graphs, files, plan["weights"]))
+    return files
 
 
 def kernel_files(graphs: Iterable[Graph]) -> dict[str, bytes]:
@@ -628,18 +679,19 @@ def kernel_files(graphs: Iterable[Graph]) -> dict[str, bytes]:
     return {f"{bundle.KERNELS}/{name}": data for name, data in project_files().items()}
 
 
-def build_all(request: Request, b: Bucket, host: Host, clock: Clock) -> list[Graph]:
+def build_all(request: Request, b: Bucket, host: Host | Late, clock: Clock, kept: Kept | None = None) -> list[Graph]:
     """The graphs of a bucket: one, or on a mesh one for each pipeline stage that has a part in it."""
     if request.layout is None:
-        return [build_graph(request, b, host, clock)]
+        return [build_graph(request, b, host, clock, kept=kept)]
     from .pipeline import build_stages  # it is made of this module's functions
 
     stages = request.layout.stages(b)
-    return [made.graph for made in build_stages(request, b, host, request.layout.rules(b.phase), stages, clock)]
+    made = build_stages(request, b, host, request.layout.rules(b.phase), stages, clock, kept)
+    return [stage.graph for stage in made]
 
 
 def make_manifest(
-    request: Request, host: Host, graphs: list[Graph], files: Mapping[str, bytes], weights: dict[str, Any]
+    request: Request, host: Host | Late, graphs: list[Graph], files: Mapping[str, bytes], weights: dict[str, Any]
 ) -> dict[str, Any]:
     """What the bundle says of itself. `files`: bytes by name in the bundle; `weights`: of the weight plan."""
     import kimi_graph

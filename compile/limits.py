@@ -1202,6 +1202,30 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield from _sixteens(f"the {name} width", width, 256)
 
 
+@limit("SparseAttend")
+def _(use: Use) -> Iterator[Fault | Met]:
+    """The scores and sums of a query are in parts of its heads, its rows in L1: see the tiling."""
+    if faults := _ranks(use, q=4, q_rope=4, latent=4, rope=4, selected=3, block_table=2):
+        yield from faults
+        return
+    q, q_rope, latent, selected = use.shape("q"), use.shape("q_rope"), use.shape("latent"), use.shape("selected")
+    if q is None or q_rope is None or latent is None or selected is None:
+        return
+    yield from expect("q_rope", q_rope[:3], q[:3])
+    yield from expect("latent", latent[2:], (1, q[3]), "It is [pages, page, 1, latent].")
+    yield from expect("rope", use.shape("rope"), (*latent[:3], q_rope[3]))
+    yield from expect("selected", selected[:2], q[:2])
+    table = use.shape("block_table")
+    yield from expect("block_table", None if table is None else table[:1], q[:1])
+    for name in ("lengths", "counts"):
+        yield from expect(name, use.shape(name), q[:1])
+    yield from at_most("the number of heads", q[2], 128)
+    yield from _sixteens("the width of latents", q[3], 512)
+    yield from _sixteens("the width of the rope part", q_rope[3], 64)
+    yield from expect("o", use.made("o"), q)
+    yield from expect("lse", use.made("lse"), q[:3])
+
+
 @limit("AttnResMix")
 def _(use: Use) -> Iterator[Fault | Met]:
     sources = [d.shape for d in use.node.ins if d.name.startswith("sources")]

@@ -137,7 +137,8 @@ class Room:
         for offer in self._asked(offers):
             why = self._not_there(offer) or offer.refuses(self, *args)
             if not why:
-                self.chose(kind, offer.operator, "; ".join([offer.reason, *passed]), offer.provider)
+                reason = offer.reason + offer.costs(self, *args)
+                self.chose(kind, offer.operator, "; ".join([reason, *passed]), offer.provider)
                 return offer.make(self, *args)
             passed.append(f"{offer.operator} of {offer.provider}: {why}")
         left = sorted({o.provider for o in offers} - set(self.target.providers))

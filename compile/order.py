@@ -18,7 +18,7 @@ COLLECTIVE = ("Hcom", "MoeDistribute")  # begin the types of collectives
 # weights of experts. A plain product counts where an operand is large: a device reads 1 MiB in about a microsecond.
 HEAVY = frozenset({
     "FusedInferAttentionScore", "GroupedMatmul", "KdaChunk", "KvQuantSparseFlashAttention", "LightningIndexer",
-    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "SparseFlashAttention",
+    "QuantLightningIndexer", "RecurrentGatedDeltaRule", "SparseAttend", "SparseFlashAttention",
 })  # fmt: skip
 PRODUCTS = frozenset({"BatchMatMul", "MatMul"})
 LARGE = 1 << 20  # bytes of an operand

@@ -12,9 +12,10 @@ from kimi_graph.parallel import Rules
 from kimi_graph.parallel.stages import Stage
 
 from .driver import Clock, Graph, Request, build_pieces, check, stamp_graph
+from .kept import Kept
 from .phases import Bucket, stage_parts, written_values
 from .prototypes import Prototypes
-from .torchair_host import Host
+from .torchair_host import Host, Late
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,22 @@ class StageGraph:
 
 
 def build_stages(
-    request: Request, b: Bucket, host: Host, rules: Rules, stages: Sequence[Stage], clock: Clock | None = None
+    request: Request,
+    b: Bucket,
+    host: Host | Late,
+    rules: Rules,
+    stages: Sequence[Stage],
+    clock: Clock | None = None,
+    kept: Kept | None = None,
 ) -> list[StageGraph]:
     """The graphs of all stages of one bucket.
 
     Args:
-        b: sizes of all ranks of a stage together. rules: of the mesh of one stage.
+        b: sizes of all ranks of a stage together. rules: of the mesh of one stage. kept: of earlier compiles.
     """
     clock = clock or Clock()
     prototypes = Prototypes(request.target.soc, host.root)
-    pieces = build_pieces(request, b, host, prototypes, clock, rules)
+    pieces = build_pieces(request, b, host, prototypes, clock, rules, kept)
     made = []
     written = written_values(request.config, b)
     for part in stage_parts(request.config, b, stages):

@@ -711,6 +711,15 @@ OWN = [
         source="the reference kda_chunk",
     ),
     Row(
+        type="SparseAttend",
+        ins="q q_rope latent rope: BF16/F16; selected block_table: I32; lengths counts: I64",
+        outs="o: BF16/F16; lse: F32",
+        attrs="scale: Float",
+        same="q q_rope latent rope o",
+        provider="own",
+        source="the reference sparse_attention_lse",
+    ),
+    Row(
         type="AttnResMix",
         ins=f"sources[] norm query: {_REAL}",
         outs=f"y: {_REAL}",

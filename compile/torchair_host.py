@@ -15,6 +15,7 @@ stand-in for the native module. Source: fact sheet of torchair, section 10.
 import atexit
 import compileall
 import contextlib
+import functools
 import gc
 import hashlib
 import importlib
@@ -84,6 +85,10 @@ class Host:
     def __repr__(self) -> str:
         return f"<torchair of torch-npu {self.version}: {self.origin}>"
 
+    def load(self) -> "Host":
+        """Itself; see `Late.load`."""
+        return self
+
     def shield(self) -> contextlib.AbstractContextManager[None]:
         """To be around calls of torchair: a torch_npu that is installed without CANN is not found."""
         return contextlib.nullcontext() if self.real else without_torch_npu()
@@ -97,6 +102,32 @@ class Source:
     origin: str
     root: Path
     digest: str
+
+
+@dataclass
+class Late:
+    """torchair that is found and imported when it is needed: what was kept from an earlier compile may do.
+
+    Attributes:
+        version, digest: of the torch-npu that `load` will give, and SHA-256 of its torchair.
+        root: its folder, fetched where it is not there; nothing is imported.
+    """
+
+    wheel: str | Path | None = None
+    cache: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        self.version, self.digest = identify(self.wheel, Path(self.cache or default_cache()))
+
+    @functools.cached_property
+    def root(self) -> Path:
+        if _loaded is not None or "torch_npu" in sys.modules:
+            return self.load().root
+        return find(self.wheel, Path(self.cache or default_cache())).root
+
+    def load(self) -> Host:
+        """Import it, see `load`."""
+        return load(self.wheel, cache=self.cache)
 
 
 _loaded: Host | None = None
@@ -190,6 +221,26 @@ def find(wheel: str | Path | None, cache: Path, announce: Callable[[str], None] 
     if not root.is_dir():
         root = _fetch(cache, announce)
     return Source(VERSION, f"cache {cache}", root, SHA256)
+
+
+def identify(wheel: str | Path | None, cache: Path) -> tuple[str, str]:
+    """Version of torch-npu and SHA-256 of the torchair that `load` will import; nothing is imported or fetched.
+
+    Raises:
+        CompileError: the wheel cannot be read.
+    """
+    if _loaded is not None:
+        return _loaded.version, _digest(_python_files(_loaded.root))
+    if "torch_npu" in sys.modules:
+        real = sys.modules["torch_npu"]
+        return real.__version__, _digest(_python_files(Path(str(real.__file__)).parent / "dynamo/torchair"))
+    if wheel is not None:
+        version, files = _read_wheel(Path(wheel))
+        return version, _digest(files)
+    if (installed := _installed()) is not None:
+        return installed.version, installed.digest
+    root = _place(cache, VERSION, SHA256)
+    return VERSION, _digest(_python_files(root)) if root.is_dir() else SHA256
 
 
 def _installed() -> Source | None:

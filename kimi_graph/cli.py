@@ -53,6 +53,7 @@ A deployment, in order:
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
   kimi-graph lint build/tiny-a3                                   what the files alone prove
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
+  kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
 
 kimi-graph COMMAND --help says more.
 """
@@ -289,7 +290,10 @@ Wheel = Annotated[
     typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
 ]
 Cache = Annotated[
-    Path | None, typer.Option(metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept.")
+    Path | None,
+    typer.Option(
+        metavar="DIR", envvar="KIMI_GRAPH_CACHE", help="Where a fetched wheel is kept, and what compile has made."
+    ),
 ]
 Pad = Annotated[bool, typer.Option("--pad", help="Pad the vocabulary and the experts where they do not divide.")]
 Exchange = Annotated[
@@ -399,6 +403,9 @@ def compile(  # noqa: A001 (the command's name)
     kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -465,6 +472,7 @@ def compile(  # noqa: A001 (the command's name)
             split_cache=split_cache,
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
+            keep=not no_cache,
             progress=progress,
         )
     _show(made, as_json=False, started=started, where=None if dry_run else out)
@@ -918,6 +926,44 @@ def verify(
             progress=progress,
         )
     _judge(report, as_json=as_json, started=started)
+
+
+@command
+def deploy(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    hosts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Hosts and devices, in the order of ranks; JSON. One rank: this machine."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Where to. Default: beside the bundle, as BUNDLE.deploy."),
+    ] = None,
+    cann: Annotated[
+        str | None, typer.Option(metavar="V", help="CANN release of the hosts, 8.0 or later. Default: the bundle's.")
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Print a hosts file of the right size, to be filled in, and do nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write what each host and rank of a bundle runs. Rank table, groups, environment, start scripts, commands for
+    offline models, a loader in C++, and a runbook with this bundle's numbers. Nothing of it has run on a device. Hosts
+    that cannot be are refused and nothing is written.
+
+    \b
+    kimi-graph deploy build/k31-4 --example
+    kimi-graph deploy build/k31-4 --hosts build/hosts.json -o build/k31-4.deploy
+    """
+    started = time.perf_counter()
+    with _without_collecting():
+        from kimi_graph.compile.deploy import deploy_bundle, hosts_example
+
+        if example:
+            print(hosts_example(bundle))
+            return
+        made = deploy_bundle(bundle, hosts, out, cann)
+    _show(made, as_json=as_json, started=started, where=made.folder)
 
 
 kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")

@@ -34,3 +34,7 @@ class VerifyError(KimiGraphError):
 
 class KernelError(KimiGraphError):
     """A kernel that cannot be built or run here, or that does what the device would not."""
+
+
+class DeployError(KimiGraphError):
+    """Hosts that a bundle cannot be deployed to, or a file that does not describe any."""

@@ -20,7 +20,7 @@ from .residual_mix import residual_mix
 from .rope import rope
 from .short_conv import short_conv
 from .situ import situ, situ_mul
-from .sparse_attention import NO_SCORE, best_positions, index_write, select_keys, sparse_attention
+from .sparse_attention import NO_SCORE, best_positions, index_write, select_keys, sparse_attention, sparse_attention_lse
 from .state import state_write
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "situ",
     "situ_mul",
     "sparse_attention",
+    "sparse_attention_lse",
     "state_write",
     "swiglu",
 ]

@@ -210,7 +210,7 @@ def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
 
 @latent_attention.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=False)[0]
+    return _chosen(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=False)[0]
 
 
 @operator(sharding="b t h l, b t h r, p g l, p g r, b n, b -> b t h l, b t h", whole="tpglrn")
@@ -242,14 +242,21 @@ def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
 
 @latent_attention_lse.lowering
 def _(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=True)
+    return _chosen(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse=True)
 
 
-def _absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
+def _chosen(ge, q_latent, *args, lse):
+    heads = ge.shape(q_latent)[2]
+    reason = "absorbed, paged" + (", with log-sum-exp" if lse else "")
+    reason += padded_heads(heads, latent_heads(heads, ge.soc, ge.cann, sparse=False))
+    ge.chose("attention to latents", "FusedInferAttentionScore", reason)
+    return absorbed(ge, q_latent, *args, lse=lse)
+
+
+def absorbed(ge, q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale, lse):
+    """CANN's attention of one query a row over the paged latent cache: weighted latents, and log-sum-exps."""
     rows, _, heads, latent = ge.shape(q_latent)
     wanted = latent_heads(heads, ge.soc, ge.cann, sparse=False)
-    reason = "absorbed, paged" + (", with log-sum-exp" if lse else "") + padded_heads(heads, wanted)
-    ge.chose("attention to latents", "FusedInferAttentionScore", reason)
 
     def paged(pool):
         pages, page, width = ge.shape(pool)

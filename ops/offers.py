@@ -28,6 +28,7 @@ class Offer:
         make: `make(ge, *args)`, a lowering.
         reason: why one would take it, in words.
         refuses: `refuses(ge, *args)`: why it cannot serve these; empty where it can.
+        costs: `costs(ge, *args)`: what it takes beyond for these, said after the reason; empty where nothing.
     """
 
     provider: str
@@ -35,6 +36,7 @@ class Offer:
     make: Callable[..., Any]
     reason: str
     refuses: Callable[..., str] = _never
+    costs: Callable[..., str] = _never
 
 
 def cannot(provider: str, operator: str, why: str) -> Offer:

@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import latent_heads, padded_heads
+from .attention import absorbed, latent_heads, padded_heads
 from .base import at_least_f32, may_overwrite, operator, transformed
+from .offers import Offer, cannot
 
 NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
 INT64_MAX = 2**63 - 1  # of CANN's pre_tokens and next_tokens: no window
 INDEX_HEADS_950 = (8, 16, 24, 32, 64)
 INDEX_HEADS = 64  # at most, on A2 and A3; the only number CANN 8.5 documents
+MOST_LATENT, MOST_ROPE, MOST_HEADS = 512, 64, 128  # of our SparseAttend
 
 SCORE_BYTES = 4 << 20  # of what a block of queries holds at once: scores of all keys, selected rows
 PART_BYTES = 8 << 20  # of scores of single index heads; in smaller parts threads wait for each other more often
@@ -224,7 +226,26 @@ def sparse_attention(
     Returns:
         `[B, T, H, L]`: weighted latents, still to be moved into the value space; zeros past `counts`.
     """
-    tokens, outs = q_latent.shape[1], []
+    rows = (selected, block_table, lengths, counts)
+    outs = [o for o, _ in _read_blocks(q_latent, q_rope, latent_pool, rope_pool, *rows, scale)]
+    return torch.cat(outs).unflatten(0, (len(lengths), q_latent.shape[1]))
+
+
+def _read_blocks(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    selected: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a few queries of a row at a time, in order: weighted latents `[n, H, L]` and scores `[n, H, J']`.
+
+    Scores are minus infinity where nothing is attended to; of padding there are none.
+    """
     size = max(1, SCORE_BYTES // (4 * selected.shape[2] * max(q_latent.shape[2:])))
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         for start in range(0, count, size):
@@ -233,11 +254,11 @@ def sparse_attention(
             at, real = _cache_rows(selected[row, some], block_table[row], latent_pool.shape[1], length - count + start)
             latent, rope = (_rows(pool, at) for pool in (latent_pool, rope_pool))
             scores = torch.baddbmm(torch.bmm(q_r, rope.mT), q, latent.mT)
-            weights = scores.masked_fill(~real[:, None], float("-inf")).softmax(-1)
-            o = torch.bmm(weights, latent).masked_fill(~real.any(1)[:, None, None], 0)
-            outs.append(o.to(q_latent.dtype))
-        outs.append(q_latent.new_zeros(tokens - count, *q_latent.shape[2:]))
-    return torch.cat(outs).unflatten(0, (len(lengths), tokens))
+            scores = scores.masked_fill(~real[:, None], float("-inf"))
+            o = torch.bmm(scores.softmax(-1), latent).masked_fill(~real.any(1)[:, None, None], 0)
+            yield o.to(q_latent.dtype), scores
+        padding = q_latent[row, count:]
+        yield torch.zeros_like(padding), at_least_f32(padding[..., :0])
 
 
 def _rows(pool: Tensor, at: Tensor) -> Tensor:
@@ -265,17 +286,20 @@ def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, 
 
 
 @sparse_attention.lowering
-def _(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+def _(ge, *args):
+    return ge.serve("sparse attention", OFFERS, *args)
+
+
+def _paged(ge, pool):
+    """A pool as attention takes it: with the dimension of its one head."""
+    pages, page, width = ge.shape(pool)
+    return ge.reshape(pool, [pages, page, 1, width])
+
+
+def _built_in(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
     rows, tokens, heads, _ = ge.shape(q_latent)
     wanted = latent_heads(heads, ge.soc, ge.cann, sparse=True)
-    reason = "CANN's operator; reads the selected rows of the cache alone"
-    ge.chose("sparse attention", "SparseFlashAttention", reason + padded_heads(heads, wanted))
-
-    def paged(pool):
-        pages, page, width = ge.shape(pool)
-        return ge.reshape(pool, [pages, page, 1, width])
-
-    latents = paged(latent_pool)
+    latents = _paged(ge, latent_pool)
     inputs = {
         "query": ge.pad(q_latent, 2, wanted),
         "key": latents,
@@ -285,7 +309,7 @@ def _(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengt
         "actual_seq_lengths_query": ge.cast(counts, torch.int32),
         "actual_seq_lengths_kv": ge.cast(lengths, torch.int32),
         "query_rope": ge.pad(q_rope, 2, wanted),
-        "key_rope": paged(rope_pool),
+        "key_rope": _paged(ge, rope_pool),
     }
     # attention_mode 2, absorbed, is the one legal value; the default is another
     attrs = {"scale_value": scale, "sparse_block_size": 1, "layout_query": "BSND", "layout_kv": "PA_BSND"}
@@ -293,3 +317,151 @@ def _(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengt
     outputs = ["attention_out", "softmax_max", "softmax_sum"]
     o = ge.own("SparseFlashAttention", inputs, outputs, {**attrs, "return_softmax_lse": False})[0]
     return ge.first(ge.mark(o, ge.shape(inputs["query"]), ge.dtype(q_latent)), 2, heads)
+
+
+def _padding(ge, q_latent, *args):
+    heads = ge.shape(q_latent)[2]
+    return padded_heads(heads, latent_heads(heads, ge.soc, ge.cann, sparse=True))
+
+
+def _attend(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+    """Our operator: weighted latents, and log-sum-exps."""
+    inputs = {"q": q_latent, "q_rope": q_rope, "latent": _paged(ge, latent_pool), "rope": _paged(ge, rope_pool)}
+    inputs |= {"selected": selected, "block_table": block_table, "lengths": lengths, "counts": counts}
+    return ge.own("SparseAttend", inputs, ["o", "lse"], {"scale": scale})
+
+
+def _own(ge, *args):
+    return _attend(ge, *args)[0]
+
+
+def _widths(ge, q_latent, q_rope, *args):
+    """What our kernel refuses."""
+    (*_, heads, latent), rope = ge.shape(q_latent), ge.shape(q_rope)[-1]
+    if ge.dtype(q_latent) not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 or float16, these are {ge.dtype(q_latent)}"
+    if latent % 16 or rope % 16 or not 16 <= latent <= MOST_LATENT or not 16 <= rope <= MOST_ROPE:
+        most = f"{MOST_LATENT} and {MOST_ROPE}"
+        return f"takes multiples of 16 channels up to {most}, these are {latent} and {rope}"
+    return "" if heads <= MOST_HEADS else f"takes up to {MOST_HEADS} heads, these are {heads}"
+
+
+OFFERS = (
+    Offer(
+        "builtin",
+        "SparseFlashAttention",
+        _built_in,
+        "CANN's operator; reads the selected rows of the cache alone",
+        costs=_padding,
+    ),
+    Offer("own", "SparseAttend", _own, "the selected rows of the cache, once, for any number of heads", _widths),
+)
+
+
+@operator(sharding="b t h l, b t h r, p g l, p g r, b t j, b n, b, b -> b t h l, b t h", whole="tpglrnj")
+def sparse_attention_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent_pool: Tensor,
+    rope_pool: Tensor,
+    selected: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention`, and the logarithm of what its weights were divided by: with it parts of a cache are merged.
+
+    Returns:
+        `[B, T, H, L]`, and `[B, T, H]` float32, log(sum(exp(scores))); where nothing is attended to zeros, and
+        `NO_SCORE`.
+    """
+    rows = (selected, block_table, lengths, counts)
+    outs, scores = zip(*_read_blocks(q_latent, q_rope, latent_pool, rope_pool, *rows, scale), strict=True)
+    lse = torch.cat([x.logsumexp(-1).clamp(min=NO_SCORE) for x in scores])
+    shape = (len(lengths), q_latent.shape[1])
+    return torch.cat(outs).unflatten(0, shape), lse.unflatten(0, shape)
+
+
+@sparse_attention_lse.fake
+def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+    wide = torch.promote_types(q_latent.dtype, torch.float32)
+    return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
+
+
+@sparse_attention_lse.lowering
+def _(ge, *args):
+    return ge.serve("sparse attention to a part of a cache", OFFERS_LSE, *args)
+
+
+def _gathered(ge, q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
+    """One query a row: its rows of the cache are gathered, and read by the operator that gives log-sum-exps."""
+    rows, _, heads, _ = ge.shape(q_latent)
+    top_k = ge.shape(selected)[2]
+    places = ge.reshape(selected, [rows, top_k])
+    last = ge.reshape(ge.cast(lengths, torch.int32), [rows, 1])
+    real = ge.LogicalAnd(ge.GreaterEqual(places, ge.const(0, torch.int32)), ge.Less(places, last))
+    real = ge.mark(real, (rows, top_k), torch.bool)
+    given = ge.reshape(ge.mark(ge.Greater(counts, ge.const(0, torch.int64)), (rows,), torch.bool), [rows, 1])
+    real = ge.mark(ge.LogicalAnd(real, given), (rows, top_k), torch.bool)
+    held = ge.ReduceSum(ge.cast(real, torch.float32), ge.const([1], torch.int64), keep_dims=False)
+    held = ge.cast(ge.mark(held, (rows,), torch.float32), torch.int64)
+    places = ge.mark(ge.SelectV2(real, places, ge.const(-1, torch.int32)), (rows, top_k), torch.int32)
+    places = ge.mark(ge.Sort(places, axis=1, descending=True)[0], (rows, top_k), torch.int32)  # real ones first
+    latents, ropes = _gathered_pools(ge, places, block_table, latent_pool, rope_pool)
+    pages = ge.shape(latents)[0]
+    table = ge.const(torch.arange(pages).view(rows, -1).tolist(), torch.int32)
+    o, lse = absorbed(ge, q_latent, q_rope, latents, ropes, table, held, scale, lse=True)
+    some = ge.mark(ge.Greater(held, ge.const(0, torch.int64)), (rows,), torch.bool)
+    some = ge.reshape(some, [rows, 1, 1])
+    lse = ge.mark(ge.SelectV2(some, lse, ge.const(NO_SCORE, torch.float32)), (rows, 1, heads), torch.float32)
+    return o, lse
+
+
+def _gathered_pools(ge, places, block_table, *pools):
+    """Pools of nothing but the rows at some places `[B, J]` of each sequence, whole pages of them, one after another.
+
+    A place may be -1: its row is any.
+    """
+    (rows, count), page = ge.shape(places), ge.shape(pools[0])[1]
+    size, i32 = -(-count // page) * page, torch.int32
+    if size != count:
+        places = ge.first(ge.concat([places] * -(-size // count), 1), 1, size)
+    places = ge.mark(ge.Maximum(places, ge.const(0, i32)), (rows, size), i32)
+    nth = ge.mark(ge.FloorDiv(places, ge.const(page, i32)), (rows, size), i32)
+    pages = ge.mark(ge.GatherElements(block_table, nth, dim=1), (rows, size), i32)
+    at = ge.Add(ge.Mul(pages, ge.const(page, i32)), ge.FloorMod(places, ge.const(page, i32)))
+    at = ge.reshape(ge.mark(at, (rows, size), i32), [rows * size])
+
+    def gathered(pool):
+        whole, _, width = ge.shape(pool)
+        flat = ge.reshape(pool, [whole * page, width])
+        found = ge.GatherV2(flat, at, ge.const([0], torch.int64), negative_index_support=False)
+        found = ge.mark(found, (rows * size, width), ge.dtype(pool))
+        return ge.reshape(found, [rows * size // page, page, width])
+
+    return [gathered(pool) for pool in pools]
+
+
+def _several(ge, q_latent, *args):
+    tokens = ge.shape(q_latent)[1]
+    return "" if tokens == 1 else f"reads for one query a row, these are {tokens}"
+
+
+def _fused_padding(ge, q_latent, *args):
+    heads = ge.shape(q_latent)[2]
+    return padded_heads(heads, latent_heads(heads, ge.soc, ge.cann, sparse=False))
+
+
+OFFERS_LSE = (
+    cannot("builtin", "SparseFlashAttention", "gives no log-sum-exp of a paged cache"),
+    Offer(
+        "builtin",
+        "GatherV2, FusedInferAttentionScore",
+        _gathered,
+        "the selected rows are gathered first, and read by the operator that gives log-sum-exps",
+        _several,
+        _fused_padding,
+    ),
+    Offer("own", "SparseAttend", _attend, "the selected rows of the cache, once; log-sum-exps with them", _widths),
+)

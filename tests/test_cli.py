@@ -16,7 +16,7 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify"]
+COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify", "deploy"]
 
 
 class Found:
@@ -26,7 +26,7 @@ class Found:
     config = types.SimpleNamespace(layers=[None] * 5)
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
-    root = "torchair"
+    root, folder = "torchair", "made"
     summary = "2 graphs, 12 nodes"
 
     def text(self):
@@ -54,6 +54,7 @@ def run(monkeypatch):
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.coverage": ["cover_model"],
+            "kimi_graph.compile.deploy": ["deploy_bundle", "hosts_example"],
             "kimi_graph.compile.driver": ["compile_model"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
@@ -115,6 +116,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "compile",
         "lint",
         "verify",
+        "deploy",
     ]
 
 
@@ -373,3 +375,15 @@ def test_the_operator_project_is_written_and_named(run, tmp_path):
     assert (result.exit_code, "replace it with --overwrite" in result.stderr) == (1, True)
     purpose, example, usage = run(["kernels", "export", "--help"])[0].output.split("\n\n")[:3]
     assert purpose.startswith("  Write") and example.startswith("  kimi-graph kernels export") and "Usage:" in usage
+
+
+# ---- deploy ----------------------------------------------------------------------------------------------------------
+
+
+def test_deploy_passes_on_what_was_given(run):
+    result, called = run(["deploy", "b", "--hosts", "h.json", "-o", "out", "--cann", "8.3"])
+    assert called == {"deploy_bundle": ((Path("b"), Path("h.json"), Path("out"), "8.3"), {})}
+    assert re.search(r"2 graphs, 12 nodes -> made in \d+\.\d s\n$", result.output)
+    assert run(["deploy", "b"])[1] == {"deploy_bundle": ((Path("b"), None, None, None), {})}
+    result, called = run(["deploy", "b", "--example"], hosts_example=lambda folder: "{}")
+    assert (called, result.output) == ({"hosts_example": ((Path("b"),), {})}, "{}\n")

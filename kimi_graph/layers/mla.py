@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kimi_graph import ops, tree
 from kimi_graph.config import MlaConfig
-from kimi_graph.ops import contract
+from kimi_graph.ops import NO_SCORE, contract
 from kimi_graph.parallel import constrain, shard_map, ways
 from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
@@ -25,7 +25,7 @@ from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
-from .stretches import POOL, gathered_rows, in_order, merged, own_pages, own_places, own_queries, own_rows, own_stretch
+from .stretches import POOL, in_order, merged, own_pages, own_places, own_queries, own_rows, own_stretch
 
 
 @param_tree
@@ -305,7 +305,7 @@ def dense_own(
         return ops.latent_attention(q_BTHL, q_BTHR, latent, rope, block_table, lengths, scale)
     table, held = own_pages(block_table, lengths, latent)
     o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latent, rope, table, held, scale)
-    return merged(o_BTHL, lse_BTH, held)
+    return merged(o_BTHL, lse_BTH, held[:, None, None] > 0)
 
 
 def sparse_own(
@@ -320,16 +320,11 @@ def sparse_own(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention to those of the selected tokens that this device has. The body of a `shard_map`.
-
-    CANN's operator gives no log-sum-exp of a paged cache, so on several devices their rows are gathered first, and
-    read by the one that does.
-    """
+    """Attention to those of the selected tokens that this device has. The body of a `shard_map`."""
     if ways(latent, "cached") == 1:
         rows = (block_table, lengths, counts)
         return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)
-    own, _ = own_pages(block_table, lengths, latent)
-    places, held = own_places(selected_BTJ[:, 0], lengths, latent)
-    table, latents, ropes = gathered_rows(places, own, (latent, rope))
-    o_BTHL, lse_BTH = ops.latent_attention_lse(q_BTHL, q_BTHR, latents, ropes, table, held, scale)
-    return merged(o_BTHL, lse_BTH, held)
+    table, held = own_pages(block_table, lengths, latent)
+    places_BTJ = own_places(selected_BTJ, latent)
+    o_BTHL, lse_BTH = ops.sparse_attention_lse(q_BTHL, q_BTHR, latent, rope, places_BTJ, table, held, counts, scale)
+    return merged(o_BTHL, lse_BTH, lse_BTH > NO_SCORE)

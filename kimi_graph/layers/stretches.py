@@ -10,8 +10,6 @@ All functions are for bodies of a `shard_map`, and the plain thing on one device
 Axes: B sequences, T new tokens, C cached tokens, H heads, L latent, J selected tokens, P pages of a pool, W devices.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -107,18 +105,17 @@ def cache_rows(table: Tensor, positions: Tensor, page: int) -> Tensor:
     return torch.gather(table, 1, (at // page).long()) * page + at % page
 
 
-def merged(o_BTHL: Tensor, lse_BTH: Tensor, held_B: Tensor) -> Tensor:
+def merged(o_BTHL: Tensor, lse_BTH: Tensor, real: Tensor) -> Tensor:
     """This device's summand of attention to all stretches, from attention to its own and the log-sum-exp of its scores.
 
     Only the log-sum-exps, a number a head, are gathered; the weighted sum waits for the layer's own. What is computed
-    for a row without a token here does not matter.
+    where there is no token here does not matter: `real`, over `[B, T, H]`, says where there is one.
     """
-    held = held_B[:, None, None] > 0
-    lse = torch.where(held, lse_BTH, NO_SCORE)
+    lse = torch.where(real, lse_BTH, NO_SCORE)
     all_WBTH = all_gather(lse[None], "cached", 0)
     peak = all_WBTH.amax(0)
     share = torch.exp(lse - peak) / torch.exp(all_WBTH - peak).sum(0)
-    o = torch.where(held[..., None], at_least_f32(o_BTHL) * share[..., None], 0.0)
+    o = torch.where(real[..., None], at_least_f32(o_BTHL) * share[..., None], 0.0)
     return summand(o.to(o_BTHL.dtype), "cached", late=True)
 
 
@@ -137,28 +134,16 @@ def best_of_all(score_BTJ: Tensor, found_BTJ: Tensor, page: int) -> Tensor:
     return ops.best_positions(score, at.int(), top_k)
 
 
-def own_places(selected_BJ: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of the selected positions that this device holds, as places among its tokens; and how many.
+def own_places(selected_BTJ: Tensor, pool: Tensor) -> Tensor:
+    """Those of the selected positions that lie in this device's pages, as places among its tokens: `[B, T, J]`.
 
-    `[B, J]`, -1 after the last, and `[B]`. Positions that a step's query does not see are nobody's.
+    -1 in place of the others. A place is below the number of tokens that the device holds where its position is below
+    the sequence's length.
     """
     count, page = ways(pool, "cached"), pool.shape[1]
-    nth = selected_BJ // page
-    seen = (selected_BJ >= 0) & (selected_BJ < lengths.int()[:, None])
-    mine = seen & (nth % count == own_index(pool, "cached").int())
-    places = torch.where(mine, nth // count * page + selected_BJ % page, -1)
-    return torch.sort(places, dim=1, descending=True)[0], mine.long().sum(1)
-
-
-def gathered_rows(places_BJ: Tensor, table: Tensor, pools: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Pools of nothing but the rows at some places of each sequence, and their block table."""
-    page = pools[0].shape[1]
-    count = places_BJ.shape[1]
-    size = -(-count // page) * page  # whole pages; what is past a row's own count is not read
-    places = places_BJ if size == count else torch.cat([places_BJ] * -(-size // count), 1)[:, :size]
-    rows = cache_rows(table, places, page)
-    found = (F.embedding(rows, pool.flatten(0, 1)).flatten(0, 1).unflatten(0, (-1, page)) for pool in pools)
-    return (ops.numbered_pages(places[:, ::page]), *found)
+    nth = selected_BTJ // page
+    mine = (selected_BTJ >= 0) & (nth % count == own_index(pool, "cached").int())
+    return torch.where(mine, nth // count * page + selected_BTJ % page, -1)
 
 
 def check_length(block_table: Tensor, pool: Tensor) -> None:

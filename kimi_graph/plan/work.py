@@ -130,6 +130,13 @@ def _sparse(node: Node, selected: int = 4, row: int = 0) -> Found:
     }
 
 
+def _of_part(node: Node) -> Found:
+    """`_sparse` of a part of a cache as CANN's operators do it: rows are copied to pools of their own, then read."""
+    found, top_k = _sparse(node), _shape(node.args[4])[-1]
+    (rows, tokens, _, latent), rope = _shape(node.args[0]), _shape(node.args[1])[-1]
+    return found | {"moved": found["moved"] + 2 * rows * tokens * top_k * (latent + rope) * _ROW}
+
+
 def _select(node: Node, table: int = 3, number: int = _ROW) -> Found:
     """Index scores of all cached tokens; quadratic in a prefill.
 
@@ -221,6 +228,7 @@ RULES: Mapping[str, Callable[[Node], Found]] = {
     "latent_attention": _latent,
     "latent_attention_lse": _latent,
     "sparse_attention": _sparse,
+    "sparse_attention_lse": _of_part,
     "select_keys": _select,
     "quantised_sparse_attention": lambda n: _sparse(n, 3, _shape(n.args[2])[-1]),
     "quantised_select_keys": lambda n: _select(n, 4, 1),

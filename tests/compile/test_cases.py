@@ -304,7 +304,7 @@ def test_a_length_between_pages_is_rounded_up_and_reported(host, page, tokens): 
 
 
 def test_a_length_over_the_limit_is_refused_before_anything_expensive(tmp_path, monkeypatch):  # case R7
-    monkeypatch.setattr(driver, "load_host", None)  # calling it would be an error
+    monkeypatch.setattr(driver, "Late", None)  # calling it would be an error
     start = time.perf_counter()
     with pytest.raises(ConfigError, match="found 1,048,577, expected 1 to 1,048,576"):
         compile_model(PRESET, target=target("a3"), out=tmp_path / "b", max_len=1_048_577)

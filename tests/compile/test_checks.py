@@ -739,6 +739,40 @@ def test_kernels_of_ours_take_the_sizes_they_can_hold(helpers, type_, fits, chan
         check(own(type_, **change), helpers)
 
 
+def attend(heads: int = 3, width: int = 512, rope_width: int = 64, **shapes: list[int]) -> Builder:
+    """A node of our sparse attention; `shapes` of some inputs."""
+    g, latent, rope = Builder(), width, rope_width
+    wanted = {"q": [2, 3, heads, latent], "q_rope": [2, 3, heads, rope], "latent": [5, 128, 1, latent]}
+    wanted |= {"rope": [5, 128, 1, rope], "selected": [2, 3, 7], "block_table": [2, 2], "lengths": [2], "counts": [2]}
+    dtypes = {"selected": I32, "block_table": I32, "lengths": I64, "counts": I64}
+    inputs = {n: g.data(n, x, dtypes.get(n, BF16)) for n, x in (wanted | shapes).items()}
+    made = {"o": (wanted["q"], BF16), "lse": (wanted["q"][:3], F32)}
+    return g.done(g.add("it", "SparseAttend", inputs, made, scale=0.1))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"heads": 129}, "the number of heads is 129; expected at most 128"),
+        ({"width": 528}, "the width of latents is 528; expected a multiple of 16 from 16 to 512"),
+        ({"rope_width": 72}, "the width of the rope part is 72; expected a multiple of 16 from 16 to 64"),
+        ({"latent": [5, 128, 1, 528]}, "latent is [1, 528]; expected [1, 512]. It is [pages, page, 1, latent]."),
+        ({"rope": [5, 64, 1, 64]}, "rope is [5, 64, 1, 64]; expected [5, 128, 1, 64]"),
+        ({"selected": [2, 4, 7]}, "selected is [2, 4]; expected [2, 3]"),
+        ({"q_rope": [2, 3, 4, 64]}, "q_rope is [2, 3, 4]; expected [2, 3, 3]"),
+        ({"block_table": [3, 2]}, "block_table is [3]; expected [2]"),
+        ({"counts": [3]}, "counts is [3]; expected [2]"),
+        ({"selected": [2, 7]}, "selected is [2, 7]; expected 3 dims"),
+    ],
+    ids=str,
+)
+def test_limits_of_our_sparse_attention_hold(helpers, change, message):
+    for heads in (1, 3, 12, 128):
+        check(attend(heads), helpers)
+    with pytest.raises(CompileError, match=re.escape(message)):
+        check(attend(**change), helpers)
+
+
 def test_cann_9_2_takes_a_float32_memory(helpers):
     check(recurrent(state=F32), helpers, cann="9.2")
 

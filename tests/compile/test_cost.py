@@ -118,6 +118,18 @@ def test_sparse_attention_reads_the_selected_rows_and_the_indexer_every_key():
     assert g.cost("attend") == {("states", 2 * 5 * 16, 0), ("activations", 40, 0)}
 
 
+def test_our_sparse_attention_reads_the_selected_rows():
+    g = Graph()
+    table, selected = g.data("table", (1, 4), I32), g.data("selected", (1, 2, 5), I32)
+    pools = {"latent": g.data("s.latent", (9, 16, 1, 8)), "rope": g.data("s.rope", (9, 16, 1, 4))}
+    made = {"o": ((1, 2, 3, 8), BF16), "lse": ((1, 2, 3), F32)}
+    g.add("SparseAttend", "attend", {**pools, "selected": selected, "block_table": table}, made)
+    assert g.cost("attend") == {
+        ("states", 2 * 5 * 16, 0), ("states", 2 * 5 * 8, 0), ("activations", 40, 0), ("activations", 16, 0),
+        ("activations", 0, 96), ("activations", 0, 24),
+    }  # fmt: skip
+
+
 def test_sparse_attention_in_8_bits_reads_rows_and_scales_and_bytes_cost_nothing():
     g = Graph()
     table, selected = g.data("table", (1, 4), I32), g.data("selected", (1, 2, 1, 5), I32)

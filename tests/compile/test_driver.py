@@ -44,7 +44,7 @@ def test_another_process_another_hash_seed_and_another_folder_give_the_same_byte
     source = json.loads((bundle / LOCAL).read_bytes())["checkpoint"]
     wheel = os.environ.get("KIMI_GRAPH_TORCH_NPU_WHEEL")
     command = [sys.executable, "-m", "kimi_graph", "compile", source, "--target", "a3", "-o", "elsewhere/bundle"]
-    sizes = ["--batch", "2", "--chunk", "16", "--page", "16", *sizes.split()]
+    sizes = ["--batch", "2", "--chunk", "16", "--page", "16", "--no-cache", *sizes.split()]
     environ = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command + sizes + (["--torch-npu-wheel", wheel] if wheel else []),
@@ -219,7 +219,7 @@ def no_work(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("work was started")
 
-    monkeypatch.setattr(driver, "load_host", fail)
+    monkeypatch.setattr(driver, "Late", fail)
     monkeypatch.setattr(driver, "capture_pieces", fail)
 
 

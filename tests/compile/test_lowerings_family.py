@@ -153,6 +153,21 @@ def attended(heads: int) -> Case:
     return Case(lambda **x: ops.sparse_attention(**x, scale=192**-0.5), args, places=tuple(OLD_950))
 
 
+def attended_part(heads: int, room: int = 8) -> Case:
+    """One query a row; of what it selected some is elsewhere, in one row all of it."""
+    selected = torch.full((3, 1, room), -1, dtype=I32)
+    selected[0, 0, 1:7] = torch.tensor([40, -1, 3, 25, -1, 0])
+    selected[1, 0, :3] = torch.tensor([17, 16, 5])  # 17 is past the end
+    args = attended(heads).args | {"q_latent": rand(3, 1, heads, 512), "q_rope": rand(3, 1, heads, 64)}
+    args |= {"selected": selected, "counts": torch.tensor([1, 1, 0])}
+
+    def attend(**x: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = ops.sparse_attention_lse(**x, scale=192**-0.5)
+        return o, torch.where(lse > ops.NO_SCORE, lse, 0.0)  # of so large a number no digit counts
+
+    return Case(attend, args)
+
+
 def latent(heads: int) -> Case:
     args = {"q_latent": rand(3, 1, heads, 512), "q_rope": rand(3, 1, heads, 64), "latent_pool": rand(7, PAGE, 512)}
     args |= {"rope_pool": rand(7, PAGE, 64), "block_table": TABLE, "lengths": LENGTHS}
@@ -226,6 +241,8 @@ CASES = {
     "select_keys, room for all": indexed(16, 48),
     "sparse_attention of 8 heads": attended(8),
     "sparse_attention of 3 heads": attended(3),
+    "sparse_attention_lse of 3 heads": attended_part(3),
+    "sparse_attention_lse, room for more than a page": attended_part(8, 20),
     "latent_attention of 4 heads": latent(4),
     "latent_attention of 6 heads": latent(6),
     "latent_attention_lse of 6 heads": latent_lse(6),
@@ -516,10 +533,47 @@ def test_widths_that_cann_does_not_take_are_refused_with_those_it_does(host):
         lower(host, expanded(3, 128, 64), ("a3", "9.1"))
 
 
-def test_sparse_attention_on_950_wants_cann_9_1(host):
-    for name in ("select_keys of 64 heads", "sparse_attention of 8 heads"):
-        with pytest.raises(CompileError, match=r"on 950dt with CANN 8.5; expected CANN 9.1 or later"):
-            lower(host, CASES[name], ("950dt", "8.5"))
+def test_canns_sparse_attention_on_950_wants_cann_9_1(host):
+    with pytest.raises(CompileError, match=r"on 950dt with CANN 8.5; expected CANN 9.1 or later"):
+        lower(host, CASES["select_keys of 64 heads"], ("950dt", "8.5"))
+    choice = lower(host, CASES["sparse_attention of 8 heads"], ("950dt", "8.5")).choices["sparse attention"]
+    assert choice.provider == "own"
+    assert "SparseFlashAttention of builtin: built in since CANN 9.1, this is for 8.5" in choice.reason
+
+
+@pytest.mark.parametrize("place", PLACES, ids="-".join)
+@pytest.mark.parametrize("name", ["sparse_attention of 3 heads", "sparse_attention_lse of 3 heads"])
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-12), ("native", 2**-7)])
+def test_our_sparse_attention_takes_any_heads_as_they_are_and_is_the_reference(host, place, name, mode, tolerance):
+    case = CASES[name]
+    lowered = lower(host, case, place, ("own", "builtin", "composed"))
+    assert set(lowered.types) - {"Greater", "SelectV2"} == {"SparseAttend", "Reshape"}  # pools get their head's dim
+    wide = {n: x.double() if x.is_floating_point() and mode == "exact" else x for n, x in case.args.items()}
+    compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"heads": 129}, "takes up to 128 heads, these are 129"),
+        ({"q_rope": 24}, "takes multiples of 16 channels up to 512 and 64, these are 512 and 24"),
+        ({"dtype": F32}, "takes bfloat16 or float16, these are torch.float32"),
+    ],
+    ids=str,
+)
+def test_what_our_sparse_attention_does_not_take_is_said(host, change, said):
+    args, dtype = attended(change.get("heads", 3)).args, change.get("dtype", BF16)
+    args = {n: x.to(dtype) if x.is_floating_point() else x for n, x in args.items()}
+    args |= {n: args[n][..., : change.get("q_rope", 64)].contiguous() for n in ("q_rope", "rope_pool")}
+    case = Case(lambda **x: ops.sparse_attention_lse(**x, scale=0.1), args)  # of three queries: CANN's cannot
+    with pytest.raises(CompileError, match=f"SparseAttend of own: {said}"):
+        lower(host, case, ("a3", "9.1"), ("own", "builtin"))
+
+
+def test_queries_that_are_several_of_a_part_of_a_cache_are_ours(host):
+    case = Case(lambda **x: ops.sparse_attention_lse(**x, scale=0.1), attended(3).args)
+    choice = lower(host, case, ("a3", "9.1")).choices["sparse attention to a part of a cache"]
+    assert choice.provider == "own" and "reads for one query a row, these are 3" in choice.reason
 
 
 def test_a_choice_names_the_line_that_asked_for_it_and_is_said_once(host):

@@ -143,7 +143,7 @@ def test_the_defaults_share_out_over_the_mesh(compile_small):
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused_before_anything_is_traced(compile_small, monkeypatch, mesh, options, message):
-    monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr("kimi_graph.compile.driver.Late", lambda *_, **__: pytest.fail("went on"))
     with pytest.raises((ShardingError, CompileError), match=message):
         compile_small(None, mesh=None if mesh is None else Mesh.parse(mesh), **options)
 
@@ -164,7 +164,7 @@ def test_of_sizes_that_were_chosen_no_other_mesh_is_proposed(compile_small):
 def test_a_chunk_that_the_queries_of_an_indexer_do_not_divide_is_refused(monkeypatch):
     from tests.compile.family import small_model
 
-    monkeypatch.setattr("kimi_graph.compile.driver.load_host", lambda *_, **__: pytest.fail("went on"))
+    monkeypatch.setattr("kimi_graph.compile.driver.Late", lambda *_, **__: pytest.fail("went on"))
     with pytest.raises(ShardingError, match=r"--chunk: index_queries=18 does not divide over 4 .* Nearest: 16, 20"):
         compile_model(
             small_model("kimi-k3.1-pro"), target=target("a3"), out=None, mesh=Mesh.parse("tp=4"), chunk=18,

@@ -219,7 +219,7 @@ DIFFERENCES = {
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
     "CausalConv1d", "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda",
-    "SituGlu", "SparseFlashAttention",
+    "SituGlu", "SparseAttend", "SparseFlashAttention",
 }  # fmt: skip
 
 

@@ -125,6 +125,7 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
     "situ": lambda: [normal(T, 6), 4.0, 25.0],
     "situ_mul": lambda: [normal(B, T, 6), normal(B, T, 6), 4.0, 25.0],
     "sparse_attention": sparse_attention,
+    "sparse_attention_lse": sparse_attention,
     "state_write": lambda: [normal(B, H, V, K), normal(S, H, V, K), SLOTS],
     "swiglu": lambda: [normal(T, 6)],
 }

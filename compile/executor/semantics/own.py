@@ -179,6 +179,60 @@ def kda_chunk(
 
 
 @ge_op(
+    "SparseAttend",
+    provenance="own reading",
+    source="our operator: softmax(scale * (q latent + q_rope rope)) latent over the selected positions of a row that "
+    "are neither negative nor after the query, at lengths - counts + i; zeros and -1e30 where there is none and past "
+    "counts; the weights are rounded to the query's dtype before they meet the latents, their sum is not",
+    outputs="o lse",
+)
+def sparse_attend(
+    op: Op,
+    q: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    selected: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    scale = op.need("scale", float)
+    rows, tokens, _, width = q.shape
+    op.same_dtype(q, q_rope, latent, rope)
+    op.of_dtype(torch.int32, selected=selected, block_table=block_table)
+    op.require(latent.shape[2:] == (1, width), f"latent [P, page, 1, {width}] expected, found {list(latent.shape)}")
+    op.require(q_rope.shape[:3] == q.shape[:3], f"q {list(q.shape)}, q_rope {list(q_rope.shape)}")
+    op.require(rope.shape == (*latent.shape[:3], q_rope.shape[3]), f"rope {list(rope.shape)}")
+    op.require(selected.shape[:2] == q.shape[:2], f"selected [{rows}, {tokens}, J] expected")
+    op.require(block_table.shape[0] == rows, f"block_table of {rows} rows expected")
+    wide = at_least_f32(q).dtype
+    none = torch.full(q.shape[:3], -1e30, dtype=torch.float32, device=q.device)  # as float32 has it
+    o, lse = torch.zeros_like(q), none.to(wide)
+    if q.is_meta:
+        return o, lse
+    page = latent.shape[1]
+    latents, ropes = latent.flatten(0, 2), rope.flatten(0, 2)
+    for row in range(rows):
+        for t in range(int(counts[row])):
+            own = int(lengths[row] - counts[row]) + t
+            at = selected[row, t].long()
+            at = at[(at >= 0) & (at <= own)]
+            if not len(at):
+                continue
+            pages = block_table[row].long()[at // page]
+            op.require(int(pages.min()) >= 0 and int(pages.max()) < len(latent), f"block_table names {pages.tolist()}")
+            k, k_rope = (at_least_f32(pool[pages * page + at % page]) for pool in (latents, ropes))
+            scores = (at_least_f32(q[row, t]) @ k.mT + at_least_f32(q_rope[row, t]) @ k_rope.mT) * scale
+            top = scores.amax(-1, keepdim=True)
+            weights = torch.exp(scores - top)
+            total = weights.sum(-1, keepdim=True)
+            o[row, t] = (at_least_f32(weights.to(q.dtype)) @ k / total).to(q.dtype)
+            lse[row, t] = (top + torch.log(total))[:, 0].to(wide)
+    return o, lse
+
+
+@ge_op(
     "AttnResMix",
     provenance="own reading",
     source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; "

@@ -417,7 +417,7 @@ OTHERS = {  # tested by what they do together, in files of their own
     "LightningIndexer", "MatMulV3",
     "MoeDistributeCombineV2", "MoeDistributeDispatchV2", "MoeFinalizeRoutingV2", "MoeGatingTopK", "MoeInitRoutingV3",
     "QuantLightningIndexer", "RecurrentGatedDeltaRule", "RecurrentKda", "ScatterNdUpdate",
-    "ScatterPaKvCache", "ShortConv", "SparseFlashAttention",
+    "ScatterPaKvCache", "ShortConv", "SparseAttend", "SparseFlashAttention",
 }  # fmt: skip
 
 

@@ -237,3 +237,56 @@ def test_the_scale_matters(new_builder):
 def test_an_attention_outside_the_document_is_refused(build, changes, attrs, message):
     with pytest.raises(KimiGraphError, match=rf"attend \(SparseFlashAttention\): {message}"):
         attend(build, latents(**changes), **attrs).run()
+
+
+# ---- our own ---------------------------------------------------------------------------------------------------------
+
+COUNTS = QUERIES.long()
+ANY = torch.tensor(
+    [[[17, -1, 3, 9], [18, -1, 17, 19], [1, 2, 3, 4]], [[-1, 2, 4, -1], [0, 1, 2, 3], [-1, -1, -1, -1]]], dtype=I32
+)  # in any order; 19 is after its query
+
+
+def own(**changes) -> dict[str, torch.Tensor | None]:
+    values = {"q": rand(2, 3, 3, 512), "q_rope": rand(2, 3, 3, 64), "latent": rand(4, PAGE, 1, 512)}
+    values |= {"rope": rand(4, PAGE, 1, 64), "selected": ANY, "block_table": TABLE}
+    return values | {"lengths": KEYS.long(), "counts": COUNTS} | changes
+
+
+def ours(b, values, scale: float = 0.0625):
+    b.result(*b.node("SparseAttend", both(values, b), outputs="o lse", attrs={"scale": scale}, name="attend"))
+    return b
+
+
+def test_our_attention_takes_selections_in_any_order_and_gives_log_sum_exps(build):
+    values = own()
+    o, lse = ours(build, values).run().outputs
+    named = {"query": values["q"], "query_rope": values["q_rope"], "key": values["latent"], "key_rope": values["rope"]}
+    for row, t, chosen in ((0, 0, [17, 3, 9]), (0, 1, [18, 17]), (1, 0, [2, 4])):
+        torch.testing.assert_close(o[row, t], attended(named, row, t, chosen), rtol=1e-12, atol=1e-12)
+        keys = [torch.cat([cached(named[n], row, i) for n in ("key", "key_rope")]) for i in chosen]
+        asks = torch.cat([values["q"][row, t], values["q_rope"][row, t]], -1).double()
+        scores = 0.0625 * asks @ torch.stack(keys).double().mT
+        torch.testing.assert_close(lse[row, t], scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    assert not o[0, 2].any() and not o[1, 1:].any() and (lse[0, 2] == torch.tensor(-1e30)).all()
+
+
+def test_shapes_of_our_attention_are_inferred(build):
+    b = ours(build, own())
+    infer_shapes(b.model)
+    node = next(op for op in b.graph.op if op.name == "attend")
+    assert [(shape_of(d), dtype_of(d)) for d in node.output_desc] == [((2, 3, 3, 512), BF16), ((2, 3, 3), F32)]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"selected": ANY[:, :2]}, r"selected \[2, 3, J\] expected"),
+        ({"rope": rand(4, 8, 1, 64)}, r"rope \[4, 8, 1, 64\]"),
+        ({"latent": rand(4, PAGE, 2, 512)}, r"latent \[P, page, 1, 512\] expected"),
+        ({"block_table": TABLE + 4}, "block_table names"),
+    ],
+)
+def test_an_attention_of_ours_to_what_does_not_fit_is_refused(build, changes, message):
+    with pytest.raises(KimiGraphError, match=rf"attend \(SparseAttend\): {message}"):
+        ours(build, own(**changes)).run()

@@ -105,6 +105,12 @@ CASES = {
         "LoadData reaches byte 16896 of a buffer of 16384",
         "LoadData(a, l1, Fractals(32, 1));",
     ),
+    "a fill of L0A": ("Fill: L0A where L1 has to be", "Fill(a, InitConstValueParams<float>(1, 1, 0, 0.0f));"),
+    "a fill past a buffer": (
+        "Fill reaches byte 16416 of a buffer of 16384",
+        "Fill(l1, InitConstValueParams<float>(2, 1, 511, 0)); Fill(l1, InitConstValueParams<float>(1, 513, 0, 0));",
+    ),
+    "a fill of too many": ("40000 times 1 blocks", "Fill(l1, InitConstValueParams<float>(40000, 1, 0, 0.0f));"),
     "32-bit fractals transposed": (
         "fractals of 16-bit elements alone are transposed",
         "LoadData(a, l1, LoadData2DParams(0, 1, 1, 0, 0, true, 0));",
@@ -282,6 +288,12 @@ struct Case {
     void Put(GlobalTensor<float> to, float by) {
         PipeBarrier<PIPE_ALL>(); Muls(u, t, by, 64); PipeBarrier<PIPE_ALL>(); DataCopy(to, u, 64);
     }
+    void Part(int at, int n) {
+        PipeBarrier<PIPE_ALL>();
+        DataCopyPad(t, x[at], DataCopyExtParams(1, n * 4, 0, 0, 0), DataCopyPadExtParams<float>());
+        PipeBarrier<PIPE_ALL>(); Muls(u, t, 6.0f, n);
+        PipeBarrier<PIPE_ALL>(); DataCopyPad(y[at], u, DataCopyExtParams(1, n * 4, 0, 0, 0));
+    }
     int Me() { return GetBlockIdx(); }
 """
 REFUSED = {
@@ -292,6 +304,10 @@ REFUSED = {
     "a write over what another reads": (
         "core AIV 1 meets bytes 0 to 32 of x that core AIV 0 reads on pipe MTE2",
         "if ASCEND_IS_AIV { Get(x); if (Me() == 1) Put(x, 2); }",
+    ),
+    "an element that two write": (
+        "core AIV 1 meets bytes 224 to 256 of y that core AIV 0 wrote on pipe MTE3",
+        "if ASCEND_IS_AIV { if (Me() == 0) Part(0, 60); else Part(59, 60); }",
     ),
     "a flag of another pipe": (
         "meets bytes 0 to 32 of workspace that core AIV 0 wrote on pipe MTE3",
@@ -366,6 +382,7 @@ RUNS = {
 
 
 NAMED = {  # on the 950 a wait may name its pipe, and a flag reach one vector core
+    "parts of a block": "if ASCEND_IS_AIV { if (Me() == 0) { Part(0, 60); Part(124, 4); } else Part(60, 64); }",
     "a pipe that did not wait": """
         if ASCEND_IS_AIV {
             if (Me() == 0) { Get(x); Put(w, 2); }
@@ -437,6 +454,11 @@ def test_a_pipe_that_did_not_wait_is_refused(twin_cache):
 
 def test_mode_4_reaches_one_vector_core(twin_cache):
     x, y, _ = mixed("mode 4", 3510, twin_cache)
+    assert torch.equal(y, 6 * x)
+
+
+def test_cores_may_write_side_by_side_in_a_block(twin_cache):
+    x, y, _ = mixed("parts of a block", 3510, twin_cache)
     assert torch.equal(y, 6 * x)
 
 

@@ -241,6 +241,10 @@ CASES = {
         "both chips make float of int32_t with CAST_RINT",
         "auto c = Filled(); Cast(c, c.ReinterpretCast<int32_t>(), RoundMode::CAST_NONE, 8);",
     ),
+    "a maximum and its place": (
+        "the twin gives values alone",
+        "auto c = Filled(); WholeReduceMax<float>(c, c[64], 64, 1, 1, 1, 8);",
+    ),
     "nothing to compute": ("Exp: 0 elements", "auto c = Filled(); Exp(c, c, 0);"),
     "an offset inside an element": (
         "byte 2 is inside an element",

@@ -115,6 +115,31 @@ __aicore__ inline void OverEach(const LocalTensor<float>& y, const LocalTensor<f
     }
 }
 
+// y[r, :] = x[r, :] * s[r] and y[r, :] = x[r, :] - s[r], in the same way.
+__aicore__ inline void TimesEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
+{
+    const BinaryRepeatParams p(1, 1, 0, width / BLOCK, width / BLOCK, 1);
+    for (uint32_t r = 0; r < rows; r += MOST) {
+        for (uint32_t c = 0; c < width; c += LANES) {
+            const uint32_t at = r * width + c;
+            AscendC::Mul(y[at], x[at], spread[r * BLOCK], Least(LANES, width - c), Least(MOST, rows - r), p);
+        }
+    }
+}
+
+__aicore__ inline void MinusEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
+                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
+{
+    const BinaryRepeatParams p(1, 1, 0, width / BLOCK, width / BLOCK, 1);
+    for (uint32_t r = 0; r < rows; r += MOST) {
+        for (uint32_t c = 0; c < width; c += LANES) {
+            const uint32_t at = r * width + c;
+            AscendC::Sub(y[at], x[at], spread[r * BLOCK], Least(LANES, width - c), Least(MOST, rows - r), p);
+        }
+    }
+}
+
 // y = x * s, y += x * s, y = x / s, for the one number s that fills the block `one`.
 __aicore__ inline void TimesOne(const LocalTensor<float>& y, const LocalTensor<float>& x, const LocalTensor<float>& one,
                                 uint32_t count)

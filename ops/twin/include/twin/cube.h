@@ -52,6 +52,18 @@ struct Nd2NzParams {
     twin::Field<Long> dstNzMatrixStride;                    // elements
 };
 
+// Blocks of 32 bytes (in L1): `repeatTimes` times `blockNum` of them, `dstGap` from the end of some to the next.
+template <typename T>
+struct InitConstValueParams {
+    InitConstValueParams() = default;
+    InitConstValueParams(int64_t repeatTimes, int64_t blockNum, int64_t dstGap, T initValue)
+        : repeatTimes(repeatTimes), blockNum(blockNum), dstGap(dstGap), initValue(initValue)
+    {
+    }
+    twin::Field<uint16_t> repeatTimes, blockNum, dstGap;
+    T initValue{};
+};
+
 struct LoadData2DParams {
     LoadData2DParams() = default;
     LoadData2DParams(int64_t startIndex, int64_t repeatTimes, int64_t srcStride, int64_t sid, int64_t dstGap,
@@ -256,6 +268,24 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
             }
         }
     twin::Here().counters.Gm(*src.region, uint64_t(p.ndNum) * p.nValue * p.dValue * sizeof(T), false);
+}
+
+// One value in many blocks of L1; the ways to L0A and L0B are not the 950's.
+template <typename T>
+void Fill(const LocalTensor<T>& dst, const InitConstValueParams<T>& p)
+{
+    twin::Takes<T, half, bfloat16_t, float>("Fill");
+    twin::Lies("Fill", dst.place, twin::L1, twin::BLOCK);
+    if (p.repeatTimes > 32767 || p.blockNum > 32767 || p.dstGap > 32767)
+        twin::Refuse("Fill: %u times %u blocks, %u apart; 0 to 32767 are possible", p.repeatTimes.value, p.blockNum.value,
+                     p.dstGap.value);
+    const uint32_t start = twin::Aligned("Fill", dst.place), bytes = p.blockNum * twin::BLOCK;
+    twin::Issue(twin::PIPE_OF_MTE2);
+    for (uint32_t r = 0; r < p.repeatTimes && bytes; r++) {
+        const uint32_t at = start + r * (p.blockNum + p.dstGap) * twin::BLOCK;
+        T* to = reinterpret_cast<T*>(twin::Reach("Fill", twin::PIPE_OF_MTE2, dst.place, at, bytes, true));
+        std::fill_n(to, bytes / sizeof(T), p.initValue);
+    }
 }
 
 // Fractals from L1, each transposed if asked (16-bit elements).

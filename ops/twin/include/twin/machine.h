@@ -90,19 +90,18 @@ struct Space {
     }
 };
 
-// Who touched a block of global memory: a core, by which instruction of which of its pipes.
+// Who touched bytes of a block of global memory: a core, by which instruction of which of its pipes.
 struct Mark {
     uint32_t core = 0, time = 0;
     Pipe pipe = PIPE_OF_S;
+    uint32_t bytes = 0;  // of the block's 32, a bit each: cores may have parts of a block
 };
 
 // A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL (writers: by AtomicAdd).
 struct Region {
     static constexpr uint8_t SEVERAL = 255;
     struct Block {  // of 32 bytes; kept only where cores can wait for each other
-        bool written = false;
-        Mark write;
-        std::vector<Mark> reads, adds;  // since then; adds: AtomicAdd
+        std::vector<Mark> writes, reads, adds;  // reads and adds (AtomicAdd) since the byte was written
     };
     std::string name;
     uint8_t* base;
@@ -304,35 +303,37 @@ inline void AloneOn(const char* what, Region& region, uint64_t i, Access access)
                (unsigned long long)i, region.name.c_str());
 }
 
-// Cores that can: between two that touch a block, one of them writing, there has to be a flag.
-inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, Access access)
+// Cores that can: between two that touch a byte of a block, one of them writing, there has to be a flag.
+inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, uint32_t bytes, Access access)
 {
     const Core& core = Here();
     Region::Block& block = region.blocks[at];
     const auto check = [&](const Mark& mark, const char* did) {
-        if (mark.core != core.index && !After(pipe, mark))
+        if ((mark.bytes & bytes) && mark.core != core.index && !After(pipe, mark))
             Refuse("%s on pipe %s: core %s meets bytes %llu to %llu of %s that core %s %s on pipe %s, with no flag "
                    "between them",
                    what, PIPE_NAME[pipe], core.Name().c_str(), (unsigned long long)at * BLOCK,
                    (unsigned long long)(at + 1) * BLOCK, region.name.c_str(), NameOfCore(mark.core).c_str(), did,
                    PIPE_NAME[mark.pipe]);
     };
-    const Mark mine = {core.index, core.now[pipe][pipe], pipe};
-    if (block.written) check(block.write, "wrote");
+    const auto forget = [bytes](std::vector<Mark>& marks) {
+        for (Mark& mark : marks) mark.bytes &= ~bytes;
+        marks.erase(std::remove_if(marks.begin(), marks.end(), [](const Mark& m) { return !m.bytes; }), marks.end());
+    };
+    const Mark mine = {core.index, core.now[pipe][pipe], pipe, bytes};
+    for (const Mark& mark : block.writes) check(mark, "wrote");
     if (access != Access::READ)
-        for (const Mark& read : block.reads) check(read, "reads");
+        for (const Mark& mark : block.reads) check(mark, "reads");
     if (access != Access::ADD)
-        for (const Mark& add : block.adds) check(add, "adds to");
+        for (const Mark& mark : block.adds) check(mark, "adds to");
     if (access == Access::WRITE) {
-        block.reads.clear();
-        block.adds.clear();
-        block.written = true;
-        block.write = mine;
+        for (std::vector<Mark>* marks : {&block.reads, &block.adds, &block.writes}) forget(*marks);
+        block.writes.push_back(mine);
         return;
     }
     std::vector<Mark>& among = access == Access::ADD ? block.adds : block.reads;
     for (Mark& mark : among)
-        if (mark.core == mine.core && mark.pipe == pipe) return void(mark = mine);
+        if (mark.core == mine.core && mark.pipe == pipe && mark.bytes == bytes) return void(mark = mine);
     among.push_back(mine);
 }
 
@@ -360,7 +361,10 @@ inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin,
         who = others ? Region::SEVERAL : me;
     }
     if (machine.task.together && from < end)
-        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) InTurnOn(what, pipe, region, b, access);
+        for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) {
+            const uint64_t first = std::max(from, b * BLOCK) % BLOCK, some = std::min(end - b * BLOCK, uint64_t(BLOCK)) - first;
+            InTurnOn(what, pipe, region, b, uint32_t(((uint64_t(1) << some) - 1) << first), access);
+        }
     if (end <= region.shared) return;
     const uint32_t time = core.now[pipe][pipe];
     for (const GmAccess& a : core.pending)

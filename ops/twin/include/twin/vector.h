@@ -344,6 +344,31 @@ void WholeReduceSum(const LocalTensor<T>& dst, const LocalTensor<T>& src, const 
     }
 }
 
+// One maximum for each repeat, side by side for dstRepStride 1; of values alone, not with their places.
+template <typename T, bool isSetMask = true>
+void WholeReduceMax(const LocalTensor<T>& dst, const LocalTensor<T>& src, const int32_t mask, const int32_t repeatTime,
+                    const int32_t dstRepStride, const int32_t srcBlkStride, const int32_t srcRepStride,
+                    ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX)
+{
+    twin::Takes<T, half, float>("WholeReduceMax");
+    if (order != ReduceOrder::ORDER_ONLY_VALUE) twin::Refuse("WholeReduceMax: the twin gives values alone");
+    constexpr uint32_t lanes = twin::REPEAT / sizeof(T), per = twin::BLOCK / sizeof(T);
+    twin::Begin("WholeReduceMax", mask, lanes, repeatTime);
+    const twin::Reader from("WholeReduceMax", src.place, {uint32_t(srcBlkStride), uint32_t(srcRepStride)});
+    const uint32_t start = twin::Aligned("WholeReduceMax", dst.place, sizeof(T));
+    for (int32_t r = 0; r < repeatTime; r++) {
+        auto most = twin::Load(*reinterpret_cast<const T*>(from.At(r, 0, sizeof(T))));
+        for (int32_t b = 0; b * int32_t(per) < mask; b++) {
+            const uint32_t n = std::min<uint32_t>(per, mask - b * per);
+            const T* x = reinterpret_cast<const T*>(from.At(r, b, n * sizeof(T)));
+            for (uint32_t i = 0; i < n; i++) most = std::max(most, twin::Load(x[i]));
+        }
+        const uint32_t at = start + uint32_t(r * dstRepStride * sizeof(T));
+        *reinterpret_cast<T*>(twin::Reach("WholeReduceMax", twin::PIPE_OF_V, dst.place, at, sizeof(T), true)) =
+            twin::Store<T>(most);
+    }
+}
+
 // dst[i] = the element at byte base + offset[i] of src.
 template <typename T>
 void Gather(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LocalTensor<uint32_t>& offset,
