@@ -45,6 +45,7 @@ inline uint32_t PlanKdaChunk(const KdaChunkSizes& s, uint32_t groups, uint64_t u
     t.value = uint32_t(s.value);
     t.chunk = uint32_t(chunk);
     t.part = uint32_t(part);
+    t.alone = tasks <= groups;
     return uint32_t(tasks < groups ? tasks : groups);
 }
 

@@ -32,25 +32,23 @@ public:
     {
         const uint32_t all = steps.Left();
         Steps later = steps;
-        Step step;
+        Chunk step[CHUNKS];
         for (uint32_t i = 0; i <= all; i++) {
             if (i < all) {
                 steps.Next(step);
                 CrossCoreWaitFlag(PREPARED);
                 for (uint32_t c = 0; c < CHUNKS; c++) {
-                    Link(InBlocks(step.tokens[c]), Slot(t, i, c));
+                    Link(InBlocks(step[c].tokens), Slot(t, i, c));
                 }
                 CrossCoreSetFlag<2, PIPE_FIX>(LINKED);
             }
             if (i > 0) {
                 later.Next(step);
                 CrossCoreWaitFlag(INVERTED);
-                uint32_t from = step.from;
                 for (uint32_t c = 0; c < CHUNKS; c++) {
-                    if (step.tokens[c]) {
-                        Advance(step, from, step.tokens[c], Slot(t, i - 1, c));
+                    if (step[c].tokens) {
+                        Advance(step[c], Slot(t, i - 1, c));
                     }
-                    from += step.tokens[c];
                 }
                 if (i + 1 < all) {
                     CrossCoreSetFlag<2, PIPE_FIX>(DONE);
@@ -61,19 +59,19 @@ public:
 
 private:
     // What every block takes from all that come before it in the chunk.
-    __aicore__ inline void Link(uint32_t size, uint64_t chunk)
+    __aicore__ inline void Link(uint32_t size, uint64_t here)
     {
-        uint64_t early = chunk + at.early;
+        uint64_t early = here + at.early;
         for (uint32_t from = ROWS; from < size; from += ROWS) {
             Factor before = cube.Load(scratchGm[early], from, t.key, t.key);
-            Factor keys = cube.Load(scratchGm[chunk + at.key + from * t.key], ROWS, t.key, t.key);
-            Factor queries = cube.Load(scratchGm[chunk + at.query + from * t.key], ROWS, t.key, t.key);
+            Factor keys = cube.Load(scratchGm[here + at.key + from * t.key], ROWS, t.key, t.key);
+            Factor queries = cube.Load(scratchGm[here + at.query + from * t.key], ROWS, t.key, t.key);
             LocalTensor<float> c = cube.Result();
             cube.Multiply(c, before, keys, true);
-            cube.Store(scratchGm[chunk + at.links + from], c, from, from, ROWS, size);
+            cube.Store(scratchGm[here + at.links + from], c, from, from, ROWS, size);
             c = cube.Result();
             cube.Multiply(c, queries, before, true);
-            cube.Store(scratchGm[chunk + at.scores + from * size], c, ROWS, ROWS, from, size);
+            cube.Store(scratchGm[here + at.scores + from * size], c, ROWS, ROWS, from, size);
             cube.Free(before);
             cube.Free(keys);
             cube.Free(queries);
@@ -81,40 +79,40 @@ private:
         }
     }
 
-    // One chunk onwards: tokens [from, from + tokens) of the step's row. With S the state before:
+    // One chunk onwards. With S the state before:
     //   news = inverse (value + key_start S'),  o = query_start S' + scores news,  S = S keep + news' write.
-    __aicore__ inline void Advance(const Step& step, uint32_t from, uint32_t tokens, uint64_t chunk)
+    __aicore__ inline void Advance(const Chunk& chunk, uint64_t here)
     {
-        const uint32_t size = InBlocks(tokens);
-        const uint64_t slot = slotsGm.GetValue(step.row), own = (slot * t.heads + step.head) * t.value * t.key;
-        const bool begins = from == 0, ends = from + tokens == step.count;
-        const bool old = !begins || lengthsGm.GetValue(step.row) > step.count;
+        const uint32_t size = InBlocks(chunk.tokens);
+        const uint64_t slot = slotsGm.GetValue(chunk.row), own = (slot * t.heads + chunk.head) * t.value * t.key;
+        const bool begins = chunk.from == 0, ends = chunk.from + chunk.tokens == chunk.count;
+        const bool old = !begins || lengthsGm.GetValue(chunk.row) > chunk.count;
         const GlobalTensor<float> source = begins ? memoryGm[own] : scratchGm[kept.state];
         const GlobalTensor<float> target = ends ? memoryGm[own] : scratchGm[kept.state];
-        const uint64_t token = (uint64_t(step.row) * t.tokens + from) * t.heads + step.head;
+        const uint64_t token = (uint64_t(chunk.row) * t.tokens + chunk.from) * t.heads + chunk.head;
 
         Await();  // scores are there, and the state
-        Factor inverse = cube.Load(scratchGm[chunk + at.inverse], size, size, size), reads, queries, keep;
+        Factor inverse = cube.Load(scratchGm[here + at.inverse], size, size, size), reads, queries, keep;
         if (old) {
-            Factor keys = cube.Load(scratchGm[chunk + at.key_start], size, t.key, t.key, true);
+            Factor keys = cube.Load(scratchGm[here + at.key_start], size, t.key, t.key, true);
             LocalTensor<float> c = cube.Result();
             cube.Multiply(c, inverse, keys, true);
             cube.Store(scratchGm[kept.reads], c, size, size, t.key, t.key);
             cube.Free(keys);
             Await();
             reads = cube.Load(scratchGm[kept.reads], size, t.key, t.key);
-            queries = cube.Load(scratchGm[chunk + at.query_start], size, t.key, t.key);
-            keep = cube.Load(scratchGm[chunk + at.keep], ROWS, t.key, t.key);
+            queries = cube.Load(scratchGm[here + at.query_start], size, t.key, t.key);
+            keep = cube.Load(scratchGm[here + at.keep], ROWS, t.key, t.key);
         }
-        Factor scores = cube.Load(scratchGm[chunk + at.scores], size, size, size);
-        Factor write = cube.Load(scratchGm[chunk + at.write], size, t.key, t.key, true);
+        Factor scores = cube.Load(scratchGm[here + at.scores], size, size, size);
+        Factor write = cube.Load(scratchGm[here + at.write], size, t.key, t.key, true);
         for (uint32_t v = 0; v < t.value; v += t.part) {
             const uint32_t part = t.part < t.value - v ? t.part : t.value - v;
             Factor state;
             if (old) {
                 state = cube.Load(source[uint64_t(v) * t.key], part, t.key, t.key);
             }
-            Factor values = cube.Load(scratchGm[chunk + at.value + v], size, part, t.value, true);
+            Factor values = cube.Load(scratchGm[here + at.value + v], size, part, t.value, true);
             LocalTensor<float> c = cube.Result();
             cube.Multiply(c, inverse, values, true);
             cube.Free(values);
@@ -129,7 +127,7 @@ private:
             if (old) {
                 cube.Multiply(c, queries, state, false);
             }
-            cube.Store(oGm[token * t.value + v], c, size, tokens, part, t.heads * t.value);
+            cube.Store(oGm[token * t.value + v], c, size, chunk.tokens, part, t.heads * t.value);
             c = cube.Result();
             for (uint32_t i = 0; old && i < t.key; i += ROWS) {  // a diagonal matrix, block after block
                 const Factor columns = {state.x[i * part], part, ROWS, false}, block = {keep.x[i * ROWS], ROWS, ROWS, false};

@@ -11,7 +11,7 @@ namespace kda_chunk_parts {
 
 constexpr uint32_t ROWS = 16;   // tokens of a block: a chunk is whole blocks, the last one filled up with zeros
 constexpr uint32_t SLOTS = 2;   // steps that are under way at once
-constexpr uint32_t CHUNKS = 2;  // of a step: one for each vector core
+constexpr uint32_t CHUNKS = 2;  // of a step: one for each vector core of a group
 
 // What a chunk leaves for the Cube, [tokens, width] each unless said otherwise.
 struct ChunkScratch {

@@ -13,19 +13,20 @@ constexpr uint16_t LINKED = 1;    // Cube to vector: links and scores between it
 constexpr uint16_t INVERTED = 2;  // vector to Cube: its inverse is there
 constexpr uint16_t DONE = 3;      // Cube to vector: the step's slot is free
 
-// Two chunks of a row and head, one after another, the second perhaps empty.
-struct Step {
-    uint32_t row, head, from, count;  // the first token; tokens of the row that are no padding
-    uint32_t tokens[CHUNKS];
+__aicore__ inline uint32_t InBlocks(uint32_t tokens) { return (tokens + ROWS - 1) / ROWS * ROWS; }
+
+// Some tokens of a row and head, from `from` on; `count` are those of the whole row that are no padding.
+struct Chunk {
+    uint32_t row, head, from, tokens, count;
 };
 
-// What a task costs: its tokens in whole blocks; reading and writing its state is about one more.
+// What a task costs: its blocks; reading and writing its state is about two more.
 struct Cost {
     const AscendC::GlobalTensor<int64_t>& counts;
-    __aicore__ inline uint32_t operator()(uint32_t row) const { return counts.GetValue(row) / ROWS + 2; }
+    __aicore__ inline uint32_t operator()(uint32_t row) const { return InBlocks(counts.GetValue(row)) / ROWS + 2; }
 };
 
-// Tasks are rows and heads; a group has some of them, shared out by the tokens that rows have.
+// The chunks of a group: tasks are rows and heads, shared out by the tokens that rows have. A step is two chunks, whoever's.
 class Steps {
 public:
     __aicore__ inline void Init(const KdaChunkTiling& tiling, GM_ADDR counts, uint64_t group)
@@ -36,7 +37,8 @@ public:
         from = count = 0;
     }
 
-    __aicore__ inline bool Next(Step& step)
+    // Chunks of a row are alike; where a group has one task they are even in number, so that both vector cores have some.
+    __aicore__ inline bool Next(Chunk& chunk)
     {
         while (from == count) {
             if (!tasks.Next(task)) {
@@ -45,23 +47,33 @@ public:
             count = countsGm.GetValue(task.row);
             from = 0;
         }
-        const uint32_t left = count - from, both = left < CHUNKS * t.chunk ? left : CHUNKS * t.chunk;
-        const uint32_t half = (both + CHUNKS * ROWS - 1) / (CHUNKS * ROWS) * ROWS;  // in whole blocks
-        const uint32_t first = both < half ? both : half;
-        step = {task.row, task.part, from, count, {first, both - first}};
-        from += both;
+        uint32_t chunks = (count + t.chunk - 1) / t.chunk;
+        chunks += t.alone ? chunks % CHUNKS : 0;
+        const uint32_t size = InBlocks((count + chunks - 1) / chunks), left = count - from;
+        chunk = {task.row, task.part, from, left < size ? left : size, count};
+        from += chunk.tokens;
         return true;
+    }
+
+    // Those that a step lacks at the end have no tokens.
+    __aicore__ inline void Next(Chunk (&step)[CHUNKS])
+    {
+        for (uint32_t c = 0; c < CHUNKS; c++) {
+            if (!Next(step[c])) {
+                step[c] = {};
+            }
+        }
     }
 
     __aicore__ inline uint32_t Left() const
     {
         Steps copy = *this;
-        Step step;
+        Chunk chunk;
         uint32_t count = 0;
-        while (copy.Next(step)) {
+        while (copy.Next(chunk)) {
             count++;
         }
-        return count;
+        return (count + CHUNKS - 1) / CHUNKS;
     }
 
 private:
@@ -77,7 +89,5 @@ __aicore__ inline uint64_t Slot(const KdaChunkTiling& t, uint32_t step, uint32_t
 {
     return (uint64_t(step % SLOTS) * CHUNKS + chunk) * ScratchOfChunk(t).size;
 }
-
-__aicore__ inline uint32_t InBlocks(uint32_t tokens) { return (tokens + ROWS - 1) / ROWS * ROWS; }
 
 }  // namespace kda_chunk_parts

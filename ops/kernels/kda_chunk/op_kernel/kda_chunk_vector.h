@@ -42,20 +42,20 @@ public:
     {
         const uint32_t all = steps.Left();
         Steps later = steps;
-        Step step;
+        Chunk step[CHUNKS];
         for (uint32_t i = 0; i <= all; i++) {  // one step is prepared while the Cube has the one before
             if (i < all) {
                 if (i >= SLOTS) {
                     CrossCoreWaitFlag(DONE);
                 }
                 steps.Next(step);
-                Prepare(step, i);
+                Prepare(step[me], i);
                 CrossCoreSetFlag<2, PIPE_MTE3>(PREPARED);
             }
             if (i > 0) {
                 later.Next(step);
                 CrossCoreWaitFlag(LINKED);
-                Invert(step.tokens[me], i - 1);
+                Invert(step[me].tokens, i - 1);
                 CrossCoreSetFlag<2, PIPE_MTE3>(INVERTED);
             }
         }
@@ -110,16 +110,16 @@ private:
     }
 
     // All that a chunk knows of itself, but for what links its blocks.
-    __aicore__ inline void Prepare(const Step& step, uint32_t number)
+    __aicore__ inline void Prepare(const Chunk& chunk, uint32_t number)
     {
-        const uint32_t tokens = step.tokens[me], size = InBlocks(tokens);
+        const uint32_t tokens = chunk.tokens, size = InBlocks(tokens);
         if (tokens == 0) {
             return;
         }
         here = Slot(t, number, me);
         LocalTensor<float> links = linksBuf.Get<float>()[number % SLOTS * t.chunk * t.chunk];
         Duplicate(links, 0.0f, size * size);
-        const uint64_t first = (uint64_t(step.row) * t.tokens + step.from + me * step.tokens[0]) * t.heads + step.head;
+        const uint64_t first = (uint64_t(chunk.row) * t.tokens + chunk.from) * t.heads + chunk.head;
         for (uint32_t from = 0; from < tokens; from += ROWS) {
             Block(first + uint64_t(from) * t.heads, from, rows::Least(ROWS, tokens - from), size, links);
         }
@@ -143,17 +143,16 @@ private:
             DataCopy(scratchGm[here + at.early + from / ROWS * (from - ROWS) / 2 * t.key], early, from * t.key);
         }
         Read(first, from, real);
-        Pairs(from, size, links);
-        Muls(product, keep, 1.0f, t.key);
-        for (uint32_t r = 1; r < ROWS; r++) {  // decay since the block's start
-            Mul(product[r * t.key], product[(r - 1) * t.key], keep[r * t.key], t.key);
+        Pairs(from, real, size, links);
+        for (uint32_t r = 1; r < real; r++) {  // decay since the block's start
+            Mul(keep[r * t.key], keep[(r - 1) * t.key], keep[r * t.key], t.key);
         }
-        Mul(q, q, product, wide);
+        Mul(q, q, keep, real * t.key);
         SendSince(q, at.query, at.query_start, from);
-        Mul(k, k, product, wide);
-        rows::TimesEach(k, k, minusEach, ROWS, t.key);
+        Mul(k, k, keep, real * t.key);
+        rows::TimesEach(k, k, minusEach, real, t.key);
         SendSince(k, at.key, at.key_start, from);
-        LocalTensor<float> whole = product[(ROWS - 1) * t.key];
+        const LocalTensor<float> whole = keep[(real - 1) * t.key];
         Await<HardEvent::MTE3_V>();
         if (from) {
             Mul(since, since, whole, t.key);
@@ -196,13 +195,10 @@ private:
         if (rest) {  // tokens that do nothing
             Duplicate(q[all], 0.0f, rest);
             Duplicate(k[all], 0.0f, rest);
-            Duplicate(keep[all], 1.0f, rest);
         }
         beta = betaIn.template DeQue<float>();
-        if (real < ROWS) {
-            Duplicate(beta[real * rows::BLOCK], 0.0f, (ROWS - real) * rows::BLOCK);
-        }
-        WholeReduceSum<float>(betaRow, beta, rows::BLOCK, ROWS, 1, 1, 1);  // beside zeros: out of their blocks
+        Duplicate(betaRow, 0.0f, ROWS);
+        WholeReduceSum<float>(betaRow, beta, rows::BLOCK, real, 1, 1, 1);  // beside zeros: out of their blocks
         betaIn.FreeTensor(beta);
         Muls(minusRow, betaRow, -1.0f, ROWS);
         rows::Spread(betaEach, betaRow, ROWS);
@@ -215,20 +211,20 @@ private:
         if (rest) {
             Duplicate(news[real * t.value], 0.0f, (ROWS - real) * t.value);
         }
-        rows::TimesEach(news, news, betaEach, ROWS, t.value);
+        rows::TimesEach(news, news, betaEach, real, t.value);
         Send(news, at.value + from * t.value, ROWS * t.value);
     }
 
     // Pairs of tokens of a block, those `lag` apart at once: `moved` has each key decayed until the later token, in the end
     // until the block's end. What a later token's key takes goes to `links`, times -beta; what its query does to `scores`.
-    __aicore__ inline void Pairs(uint32_t from, uint32_t size, const LocalTensor<float>& links)
+    __aicore__ inline void Pairs(uint32_t from, uint32_t real, uint32_t size, const LocalTensor<float>& links)
     {
         Muls(moved, k, 1.0f, wide);
         Duplicate(scores, 0.0f, ROWS * size);
-        Mul(product, moved, q, wide);
-        rows::RowSums(scores[from], product, ROWS, t.key, size + 1);
-        for (uint32_t lag = 1; lag < ROWS; lag++) {
-            const uint32_t count = ROWS - lag, later = lag * t.key;
+        Mul(product, moved, q, real * t.key);
+        rows::RowSums(scores[from], product, real, t.key, size + 1);
+        for (uint32_t lag = 1; lag < real; lag++) {
+            const uint32_t count = real - lag, later = lag * t.key;
             Mul(moved, moved, keep[later], count * t.key);
             Mul(product, moved, k[later], count * t.key);
             rows::RowSums(links[from * size + from + lag], product, count, t.key, size + 1);
@@ -287,10 +283,10 @@ private:
             Muls(inverse[from * size + from], unit, 1.0f, ROWS, ROWS,
                  UnaryRepeatParams(1, 1, size / rows::BLOCK, ROWS / rows::BLOCK));
         }
-        for (uint32_t s = 0; s + 1 < size; s++) {
+        for (uint32_t s = 0; s + 1 < tokens; s++) {
             const uint32_t next = s + 1, whole = next / rows::BLOCK * rows::BLOCK;
             rows::Spread(spread, links[s * size + whole], size - whole);
-            rows::AddOuter(inverse[next * size], spread[(next - whole) * rows::BLOCK], inverse[s * size], size - next,
+            rows::AddOuter(inverse[next * size], spread[(next - whole) * rows::BLOCK], inverse[s * size], tokens - next,
                            size);
         }
         Await<HardEvent::V_MTE3>();
