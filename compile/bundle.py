@@ -8,6 +8,7 @@ constants.bin     with `--weights constant`: the weights themselves, which the g
 kernels/          where a graph has an operator of this project: what builds them, as `kernels export` writes it
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
+weights/          where `kimi-graph weights` was run: the weights themselves, and an index of them
 ```
 Paths inside are relative, but for local.json.
 """
@@ -26,6 +27,7 @@ from kimi_graph.files import new_folder
 FORMAT = 4
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
+WRITTEN = "weights"  # a folder
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS})
 
 
@@ -180,6 +182,11 @@ def check_place(folder: Path) -> None:
     """
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
+    if (folder / WRITTEN).exists():
+        raise BundleError(
+            f"{folder}: holds weights that were written for the bundle there, and that would be lost; delete "
+            f"{folder / WRITTEN}, or choose another folder."
+        )
     if folder.is_dir() and (foreign := sorted(p.name for p in folder.iterdir() if p.name not in OWN)):
         raise BundleError(
             f"{folder}: holds {foreign[0]}, which no bundle has and which would be lost; "

@@ -18,16 +18,18 @@ from .mesh_manifest import collective_lines, mesh_lines
 from .order import Overlap, overlap_kinds
 from .origins import Origins, source_of
 from .packages import package_lines
+from .written import Written, open_written
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a bundle holds. `overlaps`: of each graph of a mesh, by its name."""
+    """What a bundle holds. `overlaps`: of each graph of a mesh, by its name. `ahead`: weights that were made ahead."""
 
     bundle: Bundle
     overlaps: Mapping[str, Sequence[Overlap]] = field(default_factory=dict)
+    ahead: Written | None = None
 
     @property
     def summary(self) -> str:
@@ -42,6 +44,8 @@ class Contents:
         m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
         held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
+        if self.ahead is not None:
+            held += f"; of {len(self.ahead.ranks):,} ranks made ahead: {self.ahead.bytes:,} bytes in weights/"
         lines = [
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
@@ -222,7 +226,8 @@ def inspect_bundle(folder: Path) -> Contents:
     with as_written(folder):
         files = {entry["name"]: (bundle.graph_bytes(entry), entry["file"]) for entry in bundle.manifest["graphs"]}
         mesh = files if bundle.manifest["mesh"] is not None else {}
-        found = Contents(bundle, {name: overlap_kinds(air.from_bytes(*file)) for name, file in mesh.items()})
+        overlaps = {name: overlap_kinds(air.from_bytes(*file)) for name, file in mesh.items()}
+        found = Contents(bundle, overlaps, open_written(bundle))
         str((found.text(), found.summary))  # whatever they need is there
     return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, load_packed
 from kimi_graph.config import ModelConfig, MoeConfig, arranged
-from kimi_graph.errors import BundleError
+from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh, Rules, balance
 from kimi_graph.parallel.balance import Table
@@ -36,7 +36,8 @@ from .manifest import layout_in
 from .mesh_manifest import as_dims, own_axes
 from .meshes import Layout
 from .places import bind_rank, placed_groups
-from .weight_formats import bound
+from .weight_formats import as_read, bound
+from .written import Written, open_written
 
 CAUSAL = "causal_mask"
 
@@ -60,6 +61,7 @@ class Weights:
     Attributes:
         params: parameters by path. specs: of the model, by path. checkpoint: where packed weights are read from.
         slots: of parameters that hold copies of experts, which expert is in each slot.
+        written: weights that were made ahead; they have to be those that are made here, to the byte.
     """
 
     bundle: Bundle
@@ -68,6 +70,7 @@ class Weights:
     specs: Mapping[str, ParamSpec]
     checkpoint: Checkpoint
     slots: Mapping[str, Sequence[int]]
+    written: Written | None = None
     made: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def of(self, model: ModelDef, rank: int) -> dict[str, Tensor]:
@@ -90,7 +93,10 @@ class Weights:
         # Phases may read one weight in two shapes of the same bytes.
         key = name, shape_of(desc), *(self.mesh.index(rank, axes) for axes in dims)
         if key not in self.made:
-            self.made[key] = self._make(name, entry, dims, desc, rank)
+            made = self._make(name, entry, dims, desc, rank)
+            if self.written is not None and rank in self.written.ranks:
+                made = as_written_ahead(self.written, rank, name, desc, made)
+            self.made[key] = made
         return self.made[key]
 
     def _make(
@@ -120,6 +126,28 @@ class Weights:
         if (path, form) not in self._read:
             self._read[path, form] = load_packed(self.specs[path], self.checkpoint, form)
         return self._read[path, form]
+
+
+def as_written_ahead(written: Written, rank: int, name: str, desc: TensorDescriptor, made: Tensor) -> Tensor:
+    """A weight from its file, as a graph reads it in an input described by `desc`.
+
+    Args:
+        made: what the recipe makes of the checkpoint.
+
+    Raises:
+        BundleError: the file was changed. VerifyError: it was made of another checkpoint.
+    """
+    found = as_read(desc, written.read(rank, name))
+    if found.dtype != made.dtype or not torch.equal(_bytes(found), _bytes(made)):
+        raise VerifyError(
+            f"weight {name} of rank {rank} in {written.folder} is not what its recipe makes of the checkpoint; run "
+            "kimi-graph weights again."
+        )
+    return found
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
@@ -198,8 +226,17 @@ class Plan:
         return ranks
 
     @functools.cached_property
+    def written(self) -> Written | None:
+        """Weights that were made ahead."""
+        return open_written(self.bundle)
+
+    @functools.cached_property
     def tables(self) -> dict[int, Table]:
-        """Where the copies of experts are, by layer, for loads that are skewed and differ by layer."""
+        """Where the copies of experts are, by layer: as in weights that were made ahead, else for loads that are skewed
+        and differ by layer."""
+        if self.written is not None:
+            ways = self.rules("decode").ways("experts")
+            return {int(path.split(".")[1]): Table(slots, ways) for path, slots in self.written.slots.items()}
         generator, ways = torch.Generator().manual_seed(0), self.rules("decode").ways("experts")
         found = {}
         for i, layer in enumerate(self.config.layers):
@@ -286,7 +323,8 @@ def make_ranks(plan: Plan, ranks: Sequence[int], params: Any, checkpoint: Checkp
     """Ranks with their weights, made of parameters (float64 parameters stay float64)."""
     specs = dict(tree.items(decoder.model_specs(arranged(plan.config))))
     slots = {f"layers.{i}.moe.{name}": t.slots for i, t in plan.tables.items() for name in ("gate_up", "down")}
-    weights = Weights(plan.bundle, plan.mesh, dict(tree.items(params)), specs, checkpoint, slots)
+    written = plan.written if mode == "native" else None
+    weights = Weights(plan.bundle, plan.mesh, dict(tree.items(params)), specs, checkpoint, slots, written)
     return [Rank(plan, rank, weights, mode) for rank in ranks]
 
 

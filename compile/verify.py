@@ -38,10 +38,11 @@ from .executor import Executor, Selections, provenance_counts
 from .executor.on_twin import ARCH, kernels_on_twin
 from .ge_proto import ModelDef
 from .manifest import check_claims
-from .ranks import Plan
+from .ranks import Plan, as_written_ahead
 from .targets import target
 from .verify_ranks import SELECTORS, MeshSide
 from .weight_formats import bound
+from .written import open_written
 
 E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
@@ -244,6 +245,15 @@ def check_constants(constants: dict[str, Tensor], weights: dict[str, Tensor]) ->
     for name, value in constants.items():
         if value.dtype != weights[name].dtype or not torch.equal(value, weights[name]):
             raise VerifyError(f"constant {name} is not what the weight plan makes of the checkpoint.")
+
+
+def _written_ahead(bundle: Bundle, model: ModelDef, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a graph of one rank from their files, where they were made ahead."""
+    written = open_written(bundle)
+    if written is None:
+        return weights
+    described = {op.name: op.output_desc[0] for op in model.graph[0].op if op.name in weights}
+    return {name: as_written_ahead(written, 0, name, described[name], x) for name, x in weights.items()}
 
 
 def causal_mask(size: int) -> Tensor:
@@ -455,6 +465,7 @@ class GraphSide:
             weights = graph_weights(bundle.weights, model, named, packed)
             if mode == "native":
                 check_constants(constants, weights)
+                weights = _written_ahead(bundle, model, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
         self.states = {
             s["name"]: torch.zeros(
@@ -714,7 +725,7 @@ def compare(
     return Report(rows, len(todo), provenance_counts(types), notes=loss.notes(), overlaps=overlaps.rows())
 
 
-def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
+def find_checkpoint(bundle: Bundle, given: Path | None, *, mapped: bool = True) -> Checkpoint:
     """The checkpoint named on the command line, or the one the bundle was compiled from.
 
     Raises:
@@ -736,7 +747,7 @@ def find_checkpoint(bundle: Bundle, given: Path | None) -> Checkpoint:
             f"{bundle.folder}: compiled from a config alone, so there are no weights to run it with; "
             f"give --checkpoint DIR, or compile a fixture: kimi-graph fixture {name} -o DIR."
         )
-    return Checkpoint.open(given)
+    return Checkpoint.open(given, mapped=mapped)
 
 
 def _check_steps(bundle: Bundle, steps: int) -> None:

@@ -276,13 +276,14 @@ def bound(where: str, desc: TensorDescriptor, made: Tensor, form: str | None) ->
 
 
 def as_read(desc: TensorDescriptor, raw: Tensor) -> Tensor:
-    """What a graph reads in the bytes of an input described by `desc`: a tensor of the described shape.
+    """What a graph reads in the bytes `raw` (of any shape) of an input described by `desc`: a tensor of that shape.
 
     Four-bit numbers become a tensor of the dtype that holds them (`Dtype.held`).
     """
     dtype, shape = Dtype.of_proto(desc.dtype), shape_of(desc)
+    raw = raw.reshape(-1)
     if is_tiled(desc):
-        raw = recipe.untile(raw)
+        raw = recipe.untile(raw.view(shape[0], -1, shape[1] // recipe.TILE_ROWS, recipe.TILE_ROWS, recipe.TILE_BYTES))
     if dtype is Dtype.INT4:
         return formats.int4_numbers(raw).view(shape)
     if dtype is Dtype.FLOAT4_E2M1:

@@ -25,7 +25,7 @@ from . import formats, tree
 from .audit import DESCRIPTION, Audit, audit_names
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
-from .files import new_folder
+from .files import new_folder, read_into
 from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, counted, read_headers
 from .models import Block, Decoder, model_specs
 from .naming import Names
@@ -48,14 +48,17 @@ class Checkpoint:
     Attributes:
         folder: where it lies.
         tensors: every tensor of every file.
+        mapped: whether tensors are views of mapped files; else every one is read into memory of its own, which is
+            given back with it: pages of a mapping count as the process's for as long as the machine has room.
     """
 
     folder: Path
     tensors: Mapping[str, Stored]
+    mapped: bool = True
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
-    def open(folder: str | Path) -> "Checkpoint":
+    def open(folder: str | Path, *, mapped: bool = True) -> "Checkpoint":
         """Read the index and every header.
 
         Raises:
@@ -63,7 +66,7 @@ class Checkpoint:
                 files; a file that is cut short or whose header cannot be meant.
         """
         folder = Path(folder).resolve()
-        return Checkpoint(folder, read_headers(folder))
+        return Checkpoint(folder, read_headers(folder), mapped)
 
     @functools.cached_property
     def names(self) -> Names:
@@ -82,10 +85,25 @@ class Checkpoint:
         count = math.prod(at.shape)
         if not count:
             return torch.empty(at.shape, dtype=at.dtype)
+        if not self.mapped:
+            return self.elements(name, 0, count).view(at.shape)
         if at.begin % at.dtype.itemsize:  # other writers do not align; kernels want it
             raw = torch.frombuffer(self._map(at.file), dtype=torch.uint8, count=at.end - at.begin, offset=at.begin)
             return raw.clone().view(at.dtype).view(at.shape)
         return torch.frombuffer(self._map(at.file), dtype=at.dtype, count=count, offset=at.begin).view(at.shape)
+
+    def elements(self, name: str, first: int, last: int) -> Tensor:
+        """Elements `first` to `last` of a tensor that is there, row-major, in memory of their own.
+
+        Raises:
+            CheckpointError: the file has become shorter since its header was read.
+        """
+        at = self.tensors[name]
+        raw = torch.empty((last - first) * at.dtype.itemsize, dtype=torch.uint8)
+        missing = read_into(at.file, at.begin + first * at.dtype.itemsize, raw.numpy().data)
+        if missing:
+            raise CheckpointError(f"{at.file}: {name}: {missing:,} bytes are missing: the file was cut short.")
+        return raw.view(at.dtype)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
@@ -171,10 +189,10 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     def load(spec: ParamSpec) -> Tensor:
         to = param_dtype(spec, dtype)
         if len(spec.source) == 1:
-            return _plain(spec, spec.source[0], checkpoint, to).view(spec.shape)
+            return plain_tensor(spec, spec.source[0], checkpoint, to).view(spec.shape)
         whole = torch.empty((len(spec.source), *spec.stored), dtype=to)
         for part, name in zip(whole, spec.source, strict=True):
-            part.copy_(_plain(spec, name, checkpoint, to))
+            part.copy_(plain_tensor(spec, name, checkpoint, to))
         return whole.view(spec.shape)
 
     return tree.map(load, specs)
@@ -213,8 +231,12 @@ def _parts(name: str, checkpoint: Checkpoint) -> tuple[str | None, dict[str, Ten
     return place.format, {part: checkpoint.read(n) for part, n in zip(parts, place.names, strict=True)}
 
 
-def _plain(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
-    """One of the model's tensors, dequantised, its elements those of the parameter in order."""
+def plain_tensor(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """One of the model's tensors, dequantised, its elements those of the parameter `spec` in order.
+
+    Raises:
+        CheckpointError: it holds what it may not, or is not there.
+    """
     form, parts = _parts(name, checkpoint)
     with _naming(name):
         if form is not None:

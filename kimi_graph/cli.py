@@ -52,6 +52,7 @@ A deployment, in order:
   kimi-graph check build/tiny                                     does it hold the model, and how
   kimi-graph compile build/tiny --target a3 -o build/tiny-a3
   kimi-graph lint build/tiny-a3                                   what the files alone prove
+  kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
 
@@ -177,8 +178,11 @@ def _version(wanted: bool) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress(*, of_bytes: bool = False) -> Iterator[Progress]:
     """On standard error: a line per task, and on a terminal a bar for those whose end is known.
+
+    Args:
+        of_bytes: numbers are bytes; they and their speed are shown.
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
@@ -189,7 +193,7 @@ def _progress() -> Iterator[Progress]:
         def tell(what: str, done: int, total: int) -> None:
             if total and sys.stderr.isatty():
                 if what not in bars:
-                    bars[what] = stack.enter_context(_bar(what))
+                    bars[what] = stack.enter_context(_bar(what, of_bytes))
                 bars[what](done, total)
             elif what not in begun:
                 begun.add(what)
@@ -199,7 +203,7 @@ def _progress() -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(what: str, of_bytes: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar with the time that is left, gone when it is over."""
     from rich import progress
     from rich.console import Console
@@ -207,6 +211,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         progress.TextColumn(what),
         progress.BarColumn(),
+        *((progress.DownloadColumn(), progress.TransferSpeedColumn()) if of_bytes else ()),
         progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
@@ -867,6 +872,46 @@ def lint(
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
         report = lint_bundle(bundle, host.root)
     _judge(report, as_json=as_json, started=started)
+
+
+@command
+def weights(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option(metavar="R-R,R", help="Of which ranks, 0-7,12: those of a host. Default: all.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Parts that are made at a time.")] = 2,
+    verify: Annotated[bool, typer.Option("--verify", help="Read again all that is there, and compare hashes.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the weights of a bundle's ranks, as their graphs read them, into the bundle. What ranks have in common is
+    there once, and the checkpoint is read once. Interrupted, it goes on when it is run again; when all is there, it
+    does nothing.
+
+    \b
+    kimi-graph weights build/tiny-a3
+    kimi-graph weights build/k31-4 --checkpoint build/k31 --ranks 0-3 --verify
+    """
+    started = time.perf_counter()
+    with _without_collecting(), _progress(of_bytes=True) as progress:
+        from kimi_graph.compile.write_weights import parse_ranks, write_weights
+
+        report = write_weights(
+            bundle,
+            checkpoint=checkpoint,
+            ranks=None if ranks is None else parse_ranks(ranks),
+            jobs=jobs,
+            verify=verify,
+            dry=dry_run,
+            progress=progress,
+        )
+    _show(report, as_json=as_json, started=started)
 
 
 @command

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: written under a temporary name beside their place, then renamed."""
+"""Folders and files that are whole or not there: written under a temporary name beside their place, then renamed."""
 
 import contextlib
 import os
@@ -35,3 +35,23 @@ def new_folder(folder: str | Path) -> Iterator[Path]:
         old.unlink()
     elif old.exists():
         shutil.rmtree(old)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file that is the old one or the new one at any moment, and after a power failure."""
+    work = path.with_name(f"{path.name}.part")
+    work.unlink(missing_ok=True)  # also where it is a link
+    with work.open("xb") as f:
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    work.replace(path)
+
+
+def read_into(path: Path, at: int, buffer: memoryview) -> int:
+    """Fill a buffer with the bytes of a file from byte `at` on; returns how many are missing."""
+    with path.open("rb", buffering=0) as f:
+        f.seek(at)
+        while buffer and (got := f.readinto(buffer)):
+            buffer = buffer[got:]
+    return len(buffer)

@@ -50,8 +50,7 @@ class Names:
         for bare in _spellings(name):
             for prefix in self.prefixes:
                 if place := self._at(prefix + bare):
-                    self.prefixes.remove(prefix)
-                    self.prefixes.insert(0, prefix)
+                    self.prefixes = [prefix, *(p for p in self.prefixes if p != prefix)]  # threads read the old list
                     return place
         return None
 

@@ -16,7 +16,9 @@ from kimi_graph import cli
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
-COMMANDS = ["targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "verify", "deploy"]
+COMMANDS = [
+    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "deploy",
+]  # fmt: skip
 
 
 class Found:
@@ -60,6 +62,7 @@ def run(monkeypatch):
             "kimi_graph.compile.lint": ["lint_bundle"],
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
+            "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
@@ -115,6 +118,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "check",
         "compile",
         "lint",
+        "weights",
         "verify",
         "deploy",
     ]

@@ -89,19 +89,6 @@ __aicore__ inline void AddOuter(const LocalTensor<float>& y, const LocalTensor<f
     }
 }
 
-// y[r, :] = x[r, :] * s[r], where `spread` has each s[r] in a block of its own.
-__aicore__ inline void TimesEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
-                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
-{
-    const BinaryRepeatParams p(1, 1, 0, width / BLOCK, width / BLOCK, 1);
-    for (uint32_t r = 0; r < rows; r += MOST) {
-        for (uint32_t c = 0; c < width; c += LANES) {
-            const uint32_t at = r * width + c;
-            AscendC::Mul(y[at], x[at], spread[r * BLOCK], Least(LANES, width - c), Least(MOST, rows - r), p);
-        }
-    }
-}
-
 // y[r, :] = x[r, :] / s[r], where `spread` has each s[r] in a block of its own.
 __aicore__ inline void OverEach(const LocalTensor<float>& y, const LocalTensor<float>& x,
                                 const LocalTensor<float>& spread, uint32_t rows, uint32_t width)
