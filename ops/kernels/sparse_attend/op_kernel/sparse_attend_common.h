@@ -6,6 +6,7 @@
 #else
 #include "arch22/left.h"
 #endif
+#include "balance.h"
 #include "rows.h"
 #include "sparse_attend_tiling.h"
 
@@ -38,5 +39,16 @@ __aicore__ inline int64_t LastSeen(const SparseAttendTiling& t, const GlobalTens
     const int64_t count = counts.GetValue(row);
     return token < count ? lengths.GetValue(row) - count + token : -1;
 }
+
+// What a query costs, at most: the positions that it sees of those selected; what it takes without any is about 16 more.
+struct Cost {
+    const SparseAttendTiling& t;
+    const GlobalTensor<int64_t>&lengths, &counts;
+    __aicore__ inline uint32_t operator()(uint32_t query) const
+    {
+        const int64_t seen = LastSeen(t, lengths, counts, query) + 1;
+        return uint32_t(seen < t.room ? seen : t.room) + 16;
+    }
+};
 
 }  // namespace sparse

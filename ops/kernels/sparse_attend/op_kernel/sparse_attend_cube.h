@@ -57,9 +57,9 @@ public:
     __aicore__ inline void Process()
     {
         Begin();
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx(); i < t.queries; i += groups) {
-            Query(i);
+        balance::Tasks tasks(t.queries, 1, GetBlockNum(), GetBlockIdx(), Cost{t, lengthsGm, countsGm});
+        for (balance::Task task; tasks.Next(task);) {
+            Query(task.row);
         }
         End();
     }

@@ -61,9 +61,10 @@ public:
 
     __aicore__ inline void Process()
     {
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx() / GetSubBlockNum(); i < t.queries; i += groups) {
-            Query(i);
+        const uint32_t group = GetBlockIdx() / GetSubBlockNum();
+        balance::Tasks tasks(t.queries, 1, GetBlockNum(), group, Cost{t, lengthsGm, countsGm});
+        for (balance::Task task; tasks.Next(task);) {
+            Query(task.row);
         }
     }
 
