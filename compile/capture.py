@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kimi_graph import tree
 from kimi_graph.ops import capturing
+from kimi_graph.ops.base import empty_like
 from kimi_graph.ops.einsum import EINSUM
 from kimi_graph.parallel.source import author_line
 from kimi_graph.parallel.value import Value
@@ -93,7 +95,7 @@ class _Recorder(TorchDispatchMode):
         """The graph, without calls that no output needs."""
         self.graph.output(tuple(self._node(x) for x in outputs)).meta = {"val": None, "source": ""}
         self.graph.eliminate_dead_code()
-        return fx.GraphModule(self.constants, self.graph)
+        return _LazyGraphModule(self.constants, self.graph)  # few graphs are run: nobody needs code of the others
 
     def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = _called(f, args, kwargs or {})
@@ -128,14 +130,23 @@ class _Recorder(TorchDispatchMode):
         return self.nodes[id(x)]
 
 
-CAT, FLOOR = torch.ops.aten.cat.default, torch.ops.aten.floor_divide.default
+aten = torch.ops.aten
+CAT, FLOOR = aten.cat.default, aten.floor_divide.default
+TAKEN: dict[Any, Callable[..., tuple[int, ...]]] = {  # shape of what is taken of the first argument
+    aten.embedding.default: lambda x, at, *rest: (*at.shape, x.shape[1]),
+    aten.gather.default: lambda x, dim, at, *rest: tuple(at.shape),
+}
 
 
 def _called(f: Any, args: Any, kwargs: Any) -> Any:
-    """What a call gives. Shape and dtype of pointwise calls and of concatenations are found here.
+    """What a call gives. Shape and dtype of pointwise calls, concatenations and look-ups are found here.
 
-    torch would ask its Python references for them, which import Dynamo: longer than tracing a whole model.
+    torch would ask its Python references for them, which import Dynamo and sympy: longer than tracing a whole model.
     """
+    if f in TAKEN and args[0].is_meta:
+        return args[0].new_empty(TAKEN[f](*args))
+    if f is aten.arange.default and isinstance(args[0], int) and kwargs.get("device") == torch.device("meta"):
+        return torch.empty((args[0],), dtype=kwargs.get("dtype") or torch.int64, device="meta")
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = (torch.Tag.pointwise in f.tags or f in (CAT, FLOOR)) and not f._schema.is_mutable
     shape = _shape(f, given, *args[1:]) if known and any(x.is_meta for x in given) else None
@@ -148,18 +159,28 @@ def _called(f: Any, args: Any, kwargs: Any) -> Any:
     if like is None:
         return torch.empty(shape, dtype=dtype, device="meta")
     order = kwargs.get("memory_format") or torch.preserve_format  # of its dimensions: kept, unless told
+    if order is torch.preserve_format:
+        return empty_like(like, dtype)
     return torch.empty_like(like, dtype=dtype, memory_format=order)
 
 
 def _shape(f: Any, given: list[Tensor], *rest: Any) -> torch.Size | None:
     """Shape of what a call gives; None where torch should find it, or say what is wrong."""
     if f is not CAT:
-        return torch.broadcast_shapes(*(x.shape for x in given))
+        return _broadcast([x.shape for x in given])
     dim = (rest[0] if rest else 0) % max(1, given[0].ndim)
     others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in given}
     if len(others) != 1 or not given[0].ndim:
         return None
     return torch.Size((*given[0].shape[:dim], sum(x.shape[dim] for x in given), *given[0].shape[dim + 1 :]))
+
+
+def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
+    """The shape that all are broadcast to; None where they cannot be. torch's own imports sympy: half a second."""
+    longest = max(map(len, shapes))
+    columns = zip(*((*(1,) * (longest - len(s)), *s) for s in shapes), strict=True)
+    sizes = [{n for n in column if n != 1} or {1} for column in columns]
+    return torch.Size(n for (n,) in sizes) if all(len(n) == 1 for n in sizes) else None
 
 
 def _plain(x: Tensor) -> Tensor:

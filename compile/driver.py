@@ -113,6 +113,11 @@ class Request:
         return Layout(config=self.config, mesh=self.mesh, **choices)
 
     @functools.cached_property
+    def placed(self) -> Layout:
+        """The model on its mesh; on a mesh of one rank where there is none."""
+        return Layout(config=self.config, mesh=Mesh()) if self.layout is None else self.layout
+
+    @functools.cached_property
     def form(self) -> str:
         """What graphs keep the routed experts in: "plain", or a form of `weight_formats`.
 

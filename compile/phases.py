@@ -4,6 +4,7 @@ A phase (prefill, decode) of a bucket (rows, tokens, capacity) is one static gra
 model's schedule; each kind of part is captured once.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,7 @@ def batch_inputs(c: ModelConfig, b: Bucket) -> Batch[Tensor]:
     )
 
 
+@functools.lru_cache(maxsize=4)
 def meta_params(c: ModelConfig) -> decoder.Decoder[Tensor]:
     return tree.map(lambda s: meta(s.shape, s.dtype or c.dtype), decoder.model_specs(c))
 

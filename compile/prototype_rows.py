@@ -7,6 +7,7 @@ Notation, one port group a line: `names: dtypes`; `name?` is optional, `name[]` 
 names or GE's named groups (`prototypes.DTYPES`, `GROUPS`) joined by `/`. Attributes: `name: Type` is required,
 `name: Type = default` is not. `same` lists groups of ports that share one dtype; `more` and `attrs` add to what the
 helper says.
+`layouts` says in which layouts an input may lie, by its dtype; what it does not name is taken as ND, and only so.
 An output with the name of an input is written in place: that is GE's own rule for reference operators.
 
 8-bit and 4-bit floats exist on the 950 family only and are taken away elsewhere, whatever a row says.
@@ -27,6 +28,7 @@ class Row:
     Attributes:
         ins, outs, attrs, same, more: see the module's notation.
         socs: families with a kernel.
+        layouts: `name dtypes: layouts` a line, see the notation.
         since: first CANN release that has it, "" where not established; `"9.1 950"` is of that family alone.
         provider: "builtin" (CANN's), "ge" (structure of a graph), "vllm-ascend" (its operator package), "own" (a kernel
             of this project).
@@ -40,6 +42,7 @@ class Row:
     attrs: str = ""
     same: str = ""
     more: str = ""
+    layouts: str = ""
     socs: str = EVERY
     since: str = ""
     provider: str = "builtin"
@@ -336,6 +339,11 @@ FUSED = [
             group_list_type: Int = 0
             act_type: Int = 0
             tuning_config: ListInt = [0]
+        """,
+        # with x in 16 bits, or E4M3 for E2M1; 8-bit weights with 8-bit x have more columns, which no graph of ours has
+        layouts="""
+            weight F16/BF16: ND FRACTAL_NZ
+            weight E2M1: FRACTAL_NZ
         """,
         source="torchair's helper and " + _TRANSFORMER,
         ran=_RECIPE,

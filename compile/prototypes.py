@@ -163,6 +163,16 @@ def find(type: str, torchair: Path | None = None) -> Prototype | None:  # noqa: 
     return helper if row is None or helper is None else _refined(helper, row)
 
 
+def layouts_of(type: str, port: str, dtype: int) -> tuple[str, ...]:  # noqa: A002
+    """Layouts in which an operator takes an input of a dtype (a number of descriptions), the first as it is written."""
+    row = ROWS.get(type)
+    for left, right in _lines("" if row is None else row.layouts):
+        name, types = left.split()
+        if name == port and dtype in dtypes(types):
+            return tuple(right.split())
+    return ("ND",)
+
+
 def _on_chip(p: Prototype, soc: str) -> Prototype:
     return p if soc == "950" else replace(p, inputs=_without_narrow(p.inputs), outputs=_without_narrow(p.outputs))
 

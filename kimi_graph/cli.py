@@ -1,8 +1,8 @@
 """The command line: reads arguments and the environment, calls one function, prints what came back.
 
-Standard output holds the result (with `--json` nothing but JSON); progress and errors go to standard error. Exit codes:
-0 done; 1 the request cannot be met, or a bundle differs from its model; 2 the command line was not understood; 130
-interrupted; 141 whoever read the output went away.
+Standard output holds the result (with `--json` nothing but JSON, of a refusal an object with `error`); progress and
+errors go to standard error. Exit codes: 0 done; 1 the request cannot be met, or a bundle differs from its model; 2 the
+command line was not understood; 130 interrupted; 141 whoever read the output went away.
 
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
@@ -120,7 +120,7 @@ def command(function: Callable[..., None], of: typer.Typer = app, name: str | No
             function(*args, **kwargs)
             sys.stdout.flush()
         except KimiGraphError as e:
-            _fail(str(e))
+            _fail(str(e), as_json=kwargs.get("as_json", False))
         except BrokenPipeError:
             # Python flushes standard output once more at exit; there is nobody to write to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -131,12 +131,15 @@ def command(function: Callable[..., None], of: typer.Typer = app, name: str | No
         except OSError as e:
             if e.strerror is None:
                 raise
-            _fail(f"{e.filename}: {e.strerror}" if e.filename else e.strerror)
+            words = f"{e.filename}: {e.strerror}" if e.filename else e.strerror
+            _fail(words, as_json=kwargs.get("as_json", False))
 
     return of.command(name, cls=_Command)(run)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, *, as_json: bool = False) -> NoReturn:
+    if as_json:
+        print(json.dumps({"error": message}, indent=2))
     print(f"error: {message}", file=sys.stderr)
     raise typer.Exit(1) from None
 
@@ -404,7 +407,15 @@ def compile(  # noqa: A001 (the command's name)
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
-    weights_format: WeightsFormat = "bf16",
+    weights_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="F",
+            callback=_one_of(WEIGHTS_FORMATS, "weights format"),
+            help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes. "
+            "Default: bf16, with --devices what plan takes.",
+        ),
+    ] = None,
     kv_dtype: KvDtype = "bf16",
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
@@ -427,7 +438,7 @@ def compile(  # noqa: A001 (the command's name)
         )
     if devices is not None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
-            "it chooses --exchange, --split-cache and --moe-chunks, and pads nothing; give a --mesh for your own.",
+            "it chooses --exchange, --split-cache, --moe-chunks and --pad itself; give a --mesh for your own.",
             param_hint="'--devices'",
         )
     started = time.perf_counter()
@@ -451,9 +462,14 @@ def compile(  # noqa: A001 (the command's name)
                     redundant_experts=redundant_experts,
                 )
             ).best  # fmt: skip
-            print(f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences")
+            weights_format = best.request.weights_format
+            print(
+                f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences, "
+                f"--weights-format {weights_format}"
+            )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
             exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
+            pad, redundant_experts = best.choice.pad, best.choice.copies or redundant_experts
         made = compile_model(
             config,
             target=profile,
@@ -467,7 +483,7 @@ def compile(  # noqa: A001 (the command's name)
             pages=pages,
             patches=patches,
             weights=weights,
-            weights_format=weights_format,
+            weights_format=weights_format or "bf16",
             kv_dtype=kv_dtype,
             mesh=None if mesh is None else Mesh.parse(mesh),
             pad=pad,
@@ -578,6 +594,13 @@ def plan(
     """
     if not claims and (model is None or target is None):
         raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
+    if claims and (model is not None or html is not None):
+        raise typer.BadParameter("it takes no MODEL and makes no --html; leave them out.", param_hint="'--claims'")
+    if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
+        raise typer.BadParameter(
+            "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
+            param_hint="'--mesh'",
+        )
     started = time.perf_counter()
     with _without_collecting():
         if target is not None:

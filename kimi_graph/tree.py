@@ -47,7 +47,7 @@ def _word(key: Any) -> str:
 def items(tree: Any) -> Iterator[tuple[str, Any]]:
     """Leaves with their dotted path, in order: `("layers.3.kda.query", leaf)`."""
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        yield ".".join(map(_word, path)), leaf
+        yield ".".join(_word(key) for key in path), leaf
 
 
 def leaves(tree: Any) -> list[Any]:

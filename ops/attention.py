@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kimi_graph.errors import CompileError
 
-from .base import BLOCK_BYTES, at_least_f32, operator
+from .base import BLOCK_BYTES, at_least_f32, empty_like, operator
 
 SCORE_BYTES = 4 << 20  # of the scores held at once, float32
 MIN_QUERIES = 32  # of a block: fewer make poor matrix products
@@ -205,7 +205,7 @@ def _read(q: Tensor, q_rope: Tensor, latent: Tensor, rope: Tensor) -> tuple[Tens
 
 @latent_attention.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
-    return torch.empty_like(q_latent)
+    return empty_like(q_latent)
 
 
 @latent_attention.lowering
@@ -237,7 +237,7 @@ def latent_attention_lse(
 @latent_attention_lse.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, block_table, lengths, scale):
     wide = torch.promote_types(q_latent.dtype, torch.float32)
-    return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
+    return empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
 
 
 @latent_attention_lse.lowering

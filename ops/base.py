@@ -146,6 +146,15 @@ def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]]
     return register
 
 
+def empty_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`torch.empty_like`, dimensions in the same order; torch asks a Python reference, which imports sympy for it."""
+    if 0 in x.stride():
+        return torch.empty_like(x, dtype=dtype)
+    order = sorted(range(x.ndim), key=lambda i: -x.stride(i))
+    made = x.new_empty([x.shape[i] for i in order], dtype=dtype or x.dtype)
+    return made.permute([order.index(i) for i in range(x.ndim)])
+
+
 def at_least_f32(x: torch.Tensor) -> torch.Tensor:
     """float32, but float64 stays float64: the accumulation dtype of a reference."""
     return x.float() if x.dtype.itemsize < 4 else x

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import may_overwrite, operator
+from .base import empty_like, may_overwrite, operator
 
 
 @operator(sharding="b t l, b t r, p g l, p g r, b -> p g l, p g r", whole="tlrpg")
@@ -30,7 +30,7 @@ def cache_write(
 
 @cache_write.fake
 def _(latent, rope, latent_pool, rope_pool, slot_mapping):
-    return torch.empty_like(latent_pool), torch.empty_like(rope_pool)
+    return empty_like(latent_pool), empty_like(rope_pool)
 
 
 @cache_write.lowering

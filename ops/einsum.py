@@ -46,8 +46,34 @@ def einsum(equation: str, operands: list[Tensor]) -> Tensor:
     return torch.einsum(equation, *operands)
 
 
+def _einsum_fake(equation: str, operands: list[Tensor]) -> Tensor:
+    """Of two operands with a sum, in the order of dimensions that torch gives; for others torch is asked.
+
+    torch would ask its Python reference, which imports sympy: half a second.
+    """
+    given, _, result = equation.replace(" ", "").partition("->")
+    words = given.split(",")
+    if len(words) != 2 or "." in equation or any(len(set(w)) < len(w) for w in (*words, result)):
+        return torch.einsum(equation, *operands)
+    left, right = (dict(zip(w, x.shape, strict=True)) for w, x in zip(words, operands, strict=True))
+    summed = {k for k in {*left, *right} - {*result} if left.get(k, 1) > 1 or right.get(k, 1) > 1}
+    sizes = {k: max(left.get(k, 1), right.get(k, 1)) for k in result}
+    if not summed or not summed <= {*left} & {*right} or not set(result) <= {*left, *right}:
+        return torch.einsum(equation, *operands)
+    if any(left[k] != right[k] for k in {*left, *right} if left.get(k, 1) > 1 and right.get(k, 1) > 1):
+        return torch.einsum(equation, *operands)  # it says what is wrong
+    both, first, second, ones = ([k for k in result if (left.get(k, 1) > 1, right.get(k, 1) > 1) == of] for of in _OF)
+    swapped = bool(first and second) and [k for k in result if k in first + second] == second + first
+    if swapped and 1 in (*left.values(), *right.values()):
+        return torch.einsum(equation, *operands)
+    made = both + (second + first if swapped else first + second) + ones
+    x = operands[0].new_empty([sizes[k] for k in made])
+    return x.permute([made.index(k) for k in result])
+
+
+_OF = ((True, True), (True, False), (False, True), (False, False))  # in both, in the first, in the second, of size 1
 _LIBRARY = torch.library.Library("kimi", "FRAGMENT")
 _LIBRARY.define("einsum(str equation, Tensor[] operands) -> Tensor")
 _LIBRARY.impl("einsum", einsum, "CPU")
-_LIBRARY.impl("einsum", lambda equation, operands: torch.einsum(equation, *operands), "Meta")
+_LIBRARY.impl("einsum", _einsum_fake, "Meta")
 EINSUM = torch.ops.kimi.einsum.default

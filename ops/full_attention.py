@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import _fused
-from .base import operator
+from .base import empty_like, operator
 
 ALIGNED = 16  # channels of a head that CANN's attention wants a multiple of, for 16-bit floats and several queries
 
@@ -31,7 +31,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
 
 @full_attention.fake
 def _(q, k, v, lengths, scale):
-    return torch.empty_like(v)
+    return empty_like(v)
 
 
 @full_attention.lowering

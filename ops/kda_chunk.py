@@ -12,7 +12,7 @@ decay is exponentiated once, no exponent is positive, nothing cancels, and no ro
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, operator, recorded
+from .base import at_least_f32, empty_like, operator, recorded
 from .kda_chunk_composed import composed
 from .offers import Offer, cannot, own_widths
 from .state import put_rows, state_rows
@@ -147,7 +147,7 @@ def _join(inverse: Tensor, cross: Tensor) -> Tensor:
 
 @kda_chunk.fake
 def _(q, k, v, decay, beta, memory, slots, lengths, counts, scale):
-    return torch.empty_like(v), torch.empty_like(memory)
+    return empty_like(v), empty_like(memory)
 
 
 @kda_chunk.lowering

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator
+from .base import at_least_f32, by_rows, empty_like, operator
 
 
 @operator(sharding="b t h k, h k, h -> b t h k")
@@ -30,7 +30,7 @@ def kda_gate(raw: Tensor, bias: Tensor, log_rate: Tensor, lower_bound: float | N
 
 @kda_gate.fake
 def _(raw, bias, log_rate, lower_bound):
-    return torch.empty_like(raw, dtype=torch.float64 if raw.dtype == torch.float64 else torch.float32)
+    return empty_like(raw, dtype=torch.float64 if raw.dtype == torch.float64 else torch.float32)
 
 
 @kda_gate.lowering

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import at_least_f32, empty_like, operator
 from .offers import Offer, own_widths
 from .state import put_rows
 
@@ -39,7 +39,7 @@ def kda_step(
 
 @kda_step.fake
 def _(q, k, v, decay, beta, memory, slots, scale):
-    return torch.empty_like(v), torch.empty_like(memory)
+    return empty_like(v), empty_like(memory)
 
 
 @kda_step.lowering

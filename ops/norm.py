@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator
+from .base import at_least_f32, by_rows, empty_like, operator
 from .offers import Offer
 
 
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @rms_norm.fake
 def _(x, weight, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @rms_norm.lowering
@@ -51,7 +51,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 @layer_norm.fake
 def _(x, weight, bias, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @layer_norm.lowering
@@ -76,7 +76,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 @gated_rms_norm.fake
 def _(x, gate, weight, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @gated_rms_norm.lowering
@@ -123,7 +123,7 @@ def l2_norm(x: Tensor, eps: float) -> Tensor:
 
 @l2_norm.fake
 def _(x, eps):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @l2_norm.lowering

@@ -17,7 +17,7 @@ from torch import Tensor
 from kimi_graph.errors import CompileError
 
 from .attention import padded_heads, power_of_two
-from .base import at_least_f32, operator
+from .base import at_least_f32, empty_like, operator
 from .sparse_attention import INT64_MAX, index_heads, select_keys, sparse_attention
 
 TILE = 128  # latents that share a scale
@@ -93,7 +93,7 @@ def quantised_cache_write(latent: Tensor, rope: Tensor, pool: Tensor, slot_mappi
 
 @quantised_cache_write.fake
 def _(latent, rope, pool, slot_mapping):
-    return torch.empty_like(pool)
+    return empty_like(pool)
 
 
 @quantised_cache_write.lowering
@@ -123,7 +123,7 @@ def quantised_index_write(key: Tensor, pool: Tensor, scales: Tensor, slot_mappin
 
 @quantised_index_write.fake
 def _(key, pool, scales, slot_mapping):
-    return torch.empty_like(pool), torch.empty_like(scales)
+    return empty_like(pool), empty_like(scales)
 
 
 @quantised_index_write.lowering
@@ -238,7 +238,7 @@ def quantised_sparse_attention(
 
 @quantised_sparse_attention.fake
 def _(q_latent, q_rope, pool, selected, block_table, lengths, counts, scale):
-    return torch.empty_like(q_latent)
+    return empty_like(q_latent)
 
 
 @quantised_sparse_attention.lowering

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator
+from .base import at_least_f32, by_rows, empty_like, operator
 from .offers import Offer
 
 
@@ -29,7 +29,7 @@ def residual_mix(sources: list[Tensor], norm: Tensor, query: Tensor, eps: float)
 
 @residual_mix.fake
 def _(sources, norm, query, eps):
-    return torch.empty_like(sources[0])
+    return empty_like(sources[0])
 
 
 @residual_mix.lowering

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, operator
+from .base import at_least_f32, empty_like, operator
 
 
 @operator(sharding="b t h r, b t c, b t c -> b t h r", whole="rc")
@@ -24,7 +24,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 @rope.fake
 def _(x, cos, sin, interleaved):
-    return torch.empty_like(x)
+    return empty_like(x)
 
 
 @rope.lowering

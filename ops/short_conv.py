@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import BLOCK_BYTES, at_least_f32, operator
+from .base import BLOCK_BYTES, at_least_f32, empty_like, operator
 from .offers import Offer, cannot
 from .state import put_rows, state_rows
 
@@ -57,7 +57,7 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
 
 @short_conv.fake
 def _(x, weight, window, slots, lengths, counts):
-    return torch.empty_like(x), torch.empty_like(window)
+    return empty_like(x), empty_like(window)
 
 
 @short_conv.lowering

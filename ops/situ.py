@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator
+from .base import at_least_f32, by_rows, empty_like, operator
 from .offers import Offer
 
 
@@ -72,7 +72,7 @@ def situ_mul(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tenso
 
 @situ_mul.fake
 def _(gate, up, beta, linear_beta):
-    return torch.empty_like(gate)
+    return empty_like(gate)
 
 
 @situ_mul.lowering

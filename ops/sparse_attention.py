@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import absorbed, latent_heads, padded_heads
-from .base import at_least_f32, may_overwrite, operator, transformed
+from .base import at_least_f32, empty_like, may_overwrite, operator, transformed
 from .offers import Offer, cannot
 
 NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
@@ -40,7 +40,7 @@ def index_write(key: Tensor, pool: Tensor, slot_mapping: Tensor) -> Tensor:
 
 @index_write.fake
 def _(key, pool, slot_mapping):
-    return torch.empty_like(pool)
+    return empty_like(pool)
 
 
 @index_write.lowering
@@ -282,7 +282,7 @@ def _cache_rows(selected: Tensor, table: Tensor, page: int, first: int) -> tuple
 
 @sparse_attention.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
-    return torch.empty_like(q_latent)
+    return empty_like(q_latent)
 
 
 @sparse_attention.lowering
@@ -386,7 +386,7 @@ def sparse_attention_lse(
 @sparse_attention_lse.fake
 def _(q_latent, q_rope, latent_pool, rope_pool, selected, block_table, lengths, counts, scale):
     wide = torch.promote_types(q_latent.dtype, torch.float32)
-    return torch.empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
+    return empty_like(q_latent), q_latent.new_empty(q_latent.shape[:3], dtype=wide)
 
 
 @sparse_attention_lse.lowering

@@ -6,7 +6,7 @@ Letters: B rows, S slots, H heads, V and K the rest of a slot.
 import torch
 from torch import Tensor
 
-from .base import may_overwrite, operator
+from .base import empty_like, may_overwrite, operator
 
 
 def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def state_write(rows: Tensor, state: Tensor, slots: Tensor) -> Tensor:
 
 @state_write.fake
 def _(rows, state, slots):
-    return torch.empty_like(state)
+    return empty_like(state)
 
 
 @state_write.lowering

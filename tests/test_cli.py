@@ -250,6 +250,27 @@ def test_json_mode_prints_json_and_nothing_else(run, arguments):
     assert json.loads(result.stdout) == {"graphs": 2}
 
 
+def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
+    result, _ = run(["inspect", "b", "--json"], inspect_bundle=fails(BundleError("b/manifest.json: not there.")))
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {"error": "b/manifest.json: not there."}
+    assert result.stderr == "error: b/manifest.json: not there.\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["plan", "m", "--target", "a3", "--exchange"], "they go with a --mesh"),
+        (["plan", "m", "--target", "a3", "--devices", "8", "--moe-chunks", "2"], "they go with a --mesh"),
+        (["plan", "m", "--claims"], "leave them out"),
+        (["plan", "--target", "a3"], "say which MODEL"),
+    ],
+)
+def test_choices_that_a_search_makes_itself_are_refused_beside_it(run, arguments, words):
+    result, called = run(arguments)
+    assert result.exit_code == 2 and words in " ".join(result.stderr.split()) and "make_plan" not in called
+
+
 def test_an_error_a_caller_can_fix_is_one_message_and_exit_code_1(run):
     result, _ = run(["inspect", "b"], inspect_bundle=fails(BundleError("b/manifest.json: not there.")))
     assert result.exit_code == 1

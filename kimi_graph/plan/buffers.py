@@ -10,9 +10,9 @@ from kimi_graph.compile.driver import Request
 from kimi_graph.compile.phases import Bucket, StageParts, stage_parts
 from kimi_graph.parallel.experts import buffer_bytes, no_pair
 
-from .estimate import Part, layout_of, traced, workspace
+from .estimate import Part, traced, workspace
 from .factors import Factors
-from .ledger import Ledger, Line, buckets_of, make_ledger
+from .ledger import Ledger, Line, StageLedger, buckets_of, make_ledger
 
 LOWERING = (4, 3)  # of activations in a compiled graph to those that are traced, at most
 GIB, MIB = 2**30, 2**20
@@ -29,10 +29,11 @@ def full_ledger(request: Request, factors: Factors) -> Ledger:
     ledger, buckets = make_ledger(request), buckets_of(request)
     parts = {b.phase: traced(request, b) for b in buckets}
     lines: dict[int, list[Line]] = {s.stage: [] for s in ledger.stages}
-    split = {b.phase: stage_parts(request.config, b, layout_of(request).stages(b)) for b in buckets}
+    split = {b.phase: stage_parts(request.config, b, request.placed.stages(b)) for b in buckets}
     for stage, line in _activations(request, buckets, parts, split):
         lines[stage].append(line)
-    for stage in lines:
+    for stage, held in zip(lines, ledger.stages, strict=True):
+        lines[stage].append(_layouts(held))
         own = {b.phase: [s for s in split[b.phase] if s.stage.index == stage] for b in buckets}
         lines[stage] += [*_groups(request, buckets, parts, own, factors), _reserve(factors)]
     return ledger.with_buffers({stage: tuple(found) for stage, found in lines.items()})
@@ -90,7 +91,7 @@ def _window(request: Request, buckets: tuple[Bucket, ...]) -> tuple[int, str]:
     assert moe is not None, "rows go to experts where there are some"
     most, words = 0, "two of HCCL_BUFFSIZE"
     for b in (b for b in buckets if b.phase != "vision"):
-        rules = layout_of(request).rules(b.phase)
+        rules = request.placed.rules(b.phase)
         ways = rules.ways("experts")
         rows = -(-b.rows * b.tokens // rules.ways("token") // moe.chunks)
         sizes = rows, moe.latent or request.config.embed, moe.top_k, ways, rules.physical("experts", moe.slots) // ways
@@ -98,6 +99,17 @@ def _window(request: Request, buckets: tuple[Bucket, ...]) -> tuple[int, str]:
             most = need
             words = f"two of HCCL_BUFFSIZE, {-(-need // MIB):,} MiB for {rows:,} rows of a rank ({b.phase})"
     return 2 * most, words
+
+
+def _layouts(stage: StageLedger) -> Line:
+    """Weights that lie in a layout that their operators do not take: GE would make a second copy of them at load."""
+    lying = sorted({line.layout for line in stage.lines if line.kind == "weights"})
+    wrong, either = stage.laid_out(True), stage.laid_out(False)
+    some = f"all but {wrong:,} B of the weights lie" if wrong else "every weight lies"
+    words = f"{some} as its operator's registration takes it ({', '.join(lying)})"
+    if either:
+        words += f"; {either / GIB:,.2f} GiB are taken in tiles (FRACTAL_NZ) too, and GE may still prefer them so"
+    return _line("bytes GE would still convert in layout", "layout", wrong, words)
 
 
 def _reserve(f: Factors) -> Line:

@@ -45,15 +45,6 @@ class Part:
     scores: int = 0
 
 
-def mesh_of(request: Request) -> Mesh:
-    return request.mesh or Mesh()
-
-
-def layout_of(request: Request) -> Layout:
-    """The model on its mesh; of one rank where there is none."""
-    return request.layout or Layout(config=request.config, mesh=Mesh())
-
-
 def traced(request: Request, b: Bucket, like: Mapping[str, Part] | None = None) -> Mapping[str, Part]:
     """Every kind of part of a bucket, traced once for all ranks.
 
@@ -63,7 +54,9 @@ def traced(request: Request, b: Bucket, like: Mapping[str, Part] | None = None) 
     Raises:
         ShardingError: a part that cannot run on the mesh, with the author's line.
     """
-    layout = layout_of(request)
+    layout = request.placed
+    if b.phase == "vision":  # the tower sees pictures alone, whatever the batch
+        b = replace(b, rows=1, pages=1, sequence_pages=1, slots=1)
     if like is None:
         return _traced(layout, b, request.kv_dtype)
     trace, found = sharded_piece_tracer(request.config, b, layout.rules(b.phase)), dict(like)
@@ -96,7 +89,7 @@ def workspace(request: Request, b: Bucket, parts: Mapping[str, Part]) -> dict[in
     """The most bytes of activations of a rank of each stage: values between parts at that moment, and inside a part."""
     sizes = _value_bytes(request, b)
     found = {}
-    for stage in stage_parts(request.config, b, layout_of(request).stages(b)):
+    for stage in stage_parts(request.config, b, request.placed.stages(b)):
         last = {name: i for i, use in enumerate(stage.parts) for name in use.reads}
         live = {name for use in stage.parts for name in use.reads} - {n for use in stage.parts for n in use.writes}
         best = (0, 0)
@@ -109,7 +102,7 @@ def workspace(request: Request, b: Bucket, parts: Mapping[str, Part]) -> dict[in
 
 
 def _value_bytes(request: Request, b: Bucket) -> Any:
-    c, rows = request.config, b.rows // layout_of(request).rules(b.phase).ways("batch")
+    c, rows = request.config, b.rows // request.placed.rules(b.phase).ways("batch")
     width = c.vision.embed if b.phase == "vision" and c.vision is not None else c.embed
     top_k = max(
         (x.mixer.indexer.top_k for x in c.layers if isinstance(x.mixer, MlaConfig) and x.mixer.indexer), default=0
@@ -189,6 +182,18 @@ class Machine:
             found[k] += v / self.chunks  # type: ignore[assignment]
         return Spent(dict(found))
 
+    def weights(self, w: Work) -> float:
+        """Bytes of weights that a node reads: of experts those that have rows, as they are kept."""
+        return w.weights * (self.chosen.touched * BYTES.get(self.form, 2.0) / 2 if w.experts else 1.0)
+
+    def load(self, works: Iterable[Work]) -> tuple[float, float]:
+        """FLOP of products, and bytes from and to HBM, of weights and states."""
+        flops = bytes_ = 0.0
+        for w in works:
+            flops += w.cube * (self.chosen.rows if w.experts else 1.0)
+            bytes_ += self.weights(w) + w.states
+        return flops, bytes_
+
     def node(self, w: Work) -> tuple[str, float]:
         """What binds a node, and its seconds without its launch."""
         f, die = self.factors, self.target.die
@@ -199,7 +204,7 @@ class Machine:
         rows = self.chosen.rows if w.experts else 1.0
         dtype = CUBE.get(self.form, w.dtype) if w.name == "grouped_matmul" else w.dtype
         rate = die.cube.get(dtype, die.cube["bf16"]).value
-        weights = w.weights * (self.chosen.touched * BYTES.get(self.form, 2.0) / 2 if w.experts else 1.0)
+        weights = self.weights(w)
         near = w.moved < die.l2.value / 2
         times = {
             f"cube {dtype}": w.cube * rows / (rate * f.cube),
@@ -213,11 +218,11 @@ class Machine:
 
 def machine(request: Request, factors: Factors, b: Bucket, *, quantile: str = "median") -> Machine:
     """How a bucket's rows go to experts. `quantile`: "even", "median" or "high", see `routing`."""
-    mesh, c = mesh_of(request), request.config
+    mesh, c = request.placed.mesh, request.config
     moe = c.moe
     spread, chunks = Spread(), 1
     if moe is not None and b.phase != "vision":
-        rules = layout_of(request).rules(b.phase)
+        rules = request.placed.rules(b.phase)
         ways = rules.ways("experts")
         # rows that one set of experts serves: of all the ranks that share it
         outside = mesh.stage.size(tuple(a for a in rules.on("batch") if a not in rules.on("experts")))
@@ -239,14 +244,14 @@ class Step:
 
     Attributes:
         stages: of each pipeline stage. edges: seconds to hand values on.
-        kinds: of each kind of part, in all stages: how often, and one of them. works: its nodes.
+        kinds: of each kind of part, in all stages: how often, and one of them. loads: its FLOP and bytes from HBM.
     """
 
     bucket: Bucket
     stages: tuple[Spent, ...]
     kinds: Mapping[str, tuple[int, Spent]]
     edges: float
-    works: Mapping[str, tuple[Work, ...]] = field(default_factory=dict, repr=False)
+    loads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -265,7 +270,7 @@ class Step:
 def step(request: Request, b: Bucket, parts: Mapping[str, Part], m: Machine) -> Step:
     """Time of a step."""
     each = {name: m.spend(part.works) for name, part in parts.items()}
-    split = stage_parts(request.config, b, layout_of(request).stages(b))
+    split = stage_parts(request.config, b, request.placed.stages(b))
     spent = tuple(together(_counted(s.parts, each)) for s in split)
     counts = Counter(kind_of(use.part) for s in split for use in s.parts)
     one: dict[str, list[Spent]] = {}
@@ -273,11 +278,12 @@ def step(request: Request, b: Bucket, parts: Mapping[str, Part], m: Machine) -> 
         for use in s.parts:
             one.setdefault(kind_of(use.part), []).append(each[use.part])
     kinds = {name: (counts[name], together(same).times(1 / counts[name])) for name, same in one.items()}
-    ways = layout_of(request).rules(b.phase).ways("batch")
+    ways = request.placed.rules(b.phase).ways("batch")
     sizes = [s.stage.edge.bytes / ways for s in split if s.stage.edge is not None and b.phase != "vision"]
     distance = m.mesh.stage.world
     edges = sum(edge(size, m.target.links, distance, m.factors) for size in sizes)
-    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges, works={kind_of(k): p.works for k, p in parts.items()})
+    loads = {kind_of(name): m.load(part.works) for name, part in parts.items()}
+    return Step(bucket=b, stages=spent, kinds=kinds, edges=edges, loads=loads)
 
 
 def _counted(parts: Iterable[Use], each: Mapping[str, Spent]) -> list[Spent]:
@@ -287,7 +293,7 @@ def _counted(parts: Iterable[Use], each: Mapping[str, Spent]) -> list[Spent]:
 
 def bucket_at(request: Request, phase: str, *, rows: int, tokens: int, context: int) -> Bucket:
     """The shapes of a step whose sequences have so many tokens, the new ones included."""
-    layout, page = layout_of(request), request.page
+    layout, page = request.placed, request.page
     share = layout.pools
     pages = -(-max(1, math.ceil(context / page)) // share) * share
     slots, pool = pools(layout.rules("decode"), rows, pages)
@@ -335,7 +341,7 @@ class Prefill:
 
 def prefill(request: Request, factors: Factors, *, quantile: str = "median") -> Prefill:
     """The law of a prefill's time, from steps at two lengths of what is cached before."""
-    c, mesh, chunk = request.config, mesh_of(request), request.chunk
+    c, mesh, chunk = request.config, request.placed.mesh, request.chunk
     rows = mesh.data
     near, far = chunk, max(_longest(request), 2 * chunk)
     top_k = max(

@@ -6,16 +6,29 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .ledger import StageLedger
-from .report import capacity, commands, decode_points, duration, form, lengths, sequences
+from .report import (
+    commands,
+    count_lines,
+    decode_points,
+    duration,
+    form,
+    lengths,
+    pages_text,
+    sequences,
+    tried_lines,
+)
 from .search import Option, Plan, dies, formats, gib
-from .work import Work
 
-COLOURS = ("#3b6ea5", "#c8553d", "#588157", "#8d6a9f", "#d9a441", "#4aa3a2", "#7d7d7d", "#a3b18a", "#b56576", "#2f3e46")
+COLOURS = ("#3b6ea5", "#c8553d", "#588157", "#8d6a9f", "#d9a441", "#4aa3a2", "#7d7d7d", "#a3b18a", "#b56576", "#2f3e46",
+           "#9c6b30", "#e07a5f", "#5f0f40")  # fmt: skip
+WIDTH, LEFT, LETTER = 700, 70, 6.6  # of pictures, of their left margin, of a letter: pixels
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
 table { border-collapse: collapse; margin: .6em 0 } tr:nth-child(even) { background: #f6f6f6 }
-td, th { padding: .15em .8em; text-align: left; vertical-align: top } th { border-bottom: 1px solid #999 }
+div { overflow-x: auto } td:not(:last-child), th { white-space: nowrap }
+td, th { padding: .15em .8em; text-align: left; vertical-align: top }
+th { border-bottom: 1px solid #999 }
 code { background: #f3f3f3; padding: 0 .2em }
 svg { max-width: 100%; height: auto } svg text { font: 12px system-ui, sans-serif; fill: #333 } .note { color: #666 }
 """
@@ -36,12 +49,12 @@ def page(plan: Plan) -> str:
     o, ask = plan.best, plan.ask
     title = f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}"
     intro = (
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages); experts "
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); experts "
         f"as {form(o)}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
     )
-    fewer = f"<p>Why not fewer dies: {_text(plan.fewer)}.</p>" if plan.fewer else ""
+    said = [*count_lines(plan), *tried_lines(plan)]
     body = [
-        f"<h1>{_text(title)}</h1><p>{intro}</p>{fewer}",
+        f"<h1>{_text(title)}</h1><p>{intro}</p>", "<ul>", *(f"<li>{_text(line)}</li>" for line in said), "</ul>",
         "<p class=note>Nothing here is measured: rates are those of data sheets, efficiencies are assumed.</p>",
         *("<p><code>" + _text(line) + "</code></p>" for line in commands(plan)),
         "<h2>Meshes</h2>", _meshes(plan),
@@ -63,7 +76,7 @@ def _text(value: object) -> str:
 
 def _table(rows: Sequence[Sequence[object]]) -> str:
     head, *rest = ["".join(f"<{tag}>{_text(x)}</{tag}>" for x in row) for tag, row in _tagged(rows)]
-    return "<table><tr>" + "</tr><tr>".join([head, *rest]) + "</tr></table>"
+    return "<div><table><tr>" + "</tr><tr>".join([head, *rest]) + "</tr></table></div>"
 
 
 def _tagged(rows: Sequence[Sequence[object]]) -> Iterable[tuple[str, Sequence[object]]]:
@@ -110,7 +123,7 @@ def _box(x: float, y: float, w: float, h: float, colour: str, title: str = "") -
 
 def memory_picture(o: Option) -> str:
     """A bar for a rank of each stage, what it has by part, and what a die has."""
-    die, width, left = o.request.target.memory_bytes, 820, 70
+    die, width, left = o.request.target.memory_bytes, WIDTH - LEFT - 90, LEFT
     names = list(dict.fromkeys(part for s in o.ledger.stages for _, part, _ in s.by_part()))
     sizes = {n: max(_parts(s).get(n, 0) for s in o.ledger.stages) for n in names}
     shown = sorted(names, key=lambda n: -sizes[n])[:9]
@@ -130,11 +143,9 @@ def memory_picture(o: Option) -> str:
     parts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="4" y2="{y:.1f}" stroke="#b00" stroke-dasharray="4 3"/>')
     parts.append(_label(edge, y + 14, f"a die has {gib(die)}", "end"))
     y += 24
-    for i, name in enumerate((*shown, "other")):
-        x = left + i % 5 * 180
-        parts.append(_box(x, y + i // 5 * 20, 12, 12, COLOURS[min(i, 9) if name != "other" else 9]))
-        parts.append(_label(x + 18, y + 11 + i // 5 * 20, name))
-    return _svg(1040, int(y + 50), parts)
+    colours = [*((name, COLOURS[i]) for i, name in enumerate(shown)), ("other", COLOURS[9])]
+    names, below = _legend(colours, int(y))
+    return _svg(WIDTH, below, [*parts, *names])
 
 
 def _parts(s: StageLedger) -> dict[str, int]:
@@ -148,8 +159,8 @@ Curve = tuple[str, Sequence[tuple[float, float]]]
 
 
 def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
-    """Lines on two logarithmic axes."""
-    width, height, left, bottom = 900, 340, 80, 50
+    """Lines on two logarithmic axes, and their names below."""
+    width, height, left, right, bottom = WIDTH, 330, 70, 20, 50
     points = [p for _, line in lines for p in line]
     x0, x1 = (math.log10(f(p[0] for p in points)) for f in (min, max))
     y0, y1 = math.floor(math.log10(min(p[1] for p in points))), math.ceil(math.log10(max(p[1] for p in points)))
@@ -157,13 +168,13 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
     x1 = max(x1, x0 + 1e-3)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        across = (math.log10(x) - x0) / (x1 - x0) * (width - left - 200)
+        across = (math.log10(x) - x0) / (x1 - x0) * (width - left - right)
         return left + across, height - bottom - (math.log10(y) - y0) / (y1 - y0) * (height - bottom - 20)
 
     parts = []
     for exponent in range(y0, y1 + 1):
         _, y = at(10**x0, 10.0**exponent)
-        parts.append(f'<line x1="{left}" x2="{width - 200}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
+        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         parts.append(_label(left - 8, y + 4, f"{10.0**exponent:g}", "end"))
     ticks = sorted({p[0] for p in points})
     if len(ticks) > 9:
@@ -173,17 +184,29 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
         if after - here > 34:  # a label's width
             parts.append(_label(here, height - bottom + 18, _short(x), "middle"))
     for i, (name, line) in enumerate(lines):
-        colour, places = COLOURS[i % 10], [at(*p) for p in line]
+        colour, places = COLOURS[i % len(COLOURS)], [at(*p) for p in line]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for (x, y), p in zip(places, line, strict=True):
             hint = f"<title>{_text(name)}: {_short(p[0])}, {p[1]:.4g}</title>"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">{hint}</circle>')
-        parts.append(_box(width - 185, 20 + i * 20, 12, 12, colour) + _label(width - 168, 31 + i * 20, name))
-    parts.append(_label((width - 200 + left) / 2, height - 8, x_name, "middle"))
+    parts.append(_label((width - right + left) / 2, height - 8, x_name, "middle"))
+    names, below = _legend([(name, COLOURS[i % len(COLOURS)]) for i, (name, _) in enumerate(lines)], height + 8)
     turn = f'transform="rotate(-90 16 {height / 2})" text-anchor="middle"'
     parts.append(f'<text x="16" y="{height / 2}" {turn}>{_text(y_name)}</text>')
-    return _svg(width, height, parts)
+    return _svg(width, below, [*parts, *names])
+
+
+def _legend(names: Iterable[tuple[str, str]], y: int) -> tuple[list[str], int]:
+    """Names with their colours, as many in a row as there is room for, from some height on; and the height after."""
+    parts, x = [], LEFT
+    for name, colour in names:
+        room = 40 + LETTER * len(name)
+        if x > LEFT and x + room > WIDTH:
+            x, y = LEFT, y + 20
+        parts += [_box(x, y, 12, 12, colour), _label(x + 18, y + 11, name)]
+        x += room
+    return parts, y + 24
 
 
 def _short(x: float) -> str:
@@ -221,15 +244,13 @@ def roofline_picture(o: Option) -> str:
     roof = [(x, min(rate, x * bandwidth) / 1e12) for x in (0.1, 1.0, 10.0, rate / bandwidth, 1e4)]
     lines: list[Curve] = [("roof, bf16", roof)]
     for phase, step in (("decode", o.decode.median), ("prefill", o.prefill.steps[-1])):
-        works = step.works
         for kind in ("kda", "mla", "moe", "dense", "head"):
-            if kind in works and (point := _intensity(works[kind], step.kinds[kind][1].seconds)):
+            if kind in step.kinds and (point := _intensity(*step.loads[kind], step.kinds[kind][1].seconds)):
                 lines.append((f"{kind}, {phase}", [point]))
     return curves(lines, "FLOP a byte of memory", "TFLOP/s")
 
 
-def _intensity(works: Sequence[Work], seconds: float) -> tuple[float, float] | None:
-    flops, moved = sum(w.cube for w in works), sum(w.weights + w.states for w in works)
+def _intensity(flops: float, moved: float, seconds: float) -> tuple[float, float] | None:
     return (max(0.1, flops / moved), max(1e-3, flops / seconds / 1e12)) if flops and moved and seconds else None
 
 
@@ -238,7 +259,7 @@ def mesh_picture(o: Option) -> str:
     mesh, links = o.choice.mesh, o.request.target.links
     host = next((x.dies for x in links if x.name == "host"), links[0].dies) or 1
     stages, rows, columns = min(mesh.pipe, 8), min(mesh.data * mesh.context, 16), min(mesh.tensor, 64)
-    side, parts, y = max(6, min(18, 900 // max(1, columns))), [], 8.0
+    side, parts, y = max(6, min(18, (WIDTH - 180) // max(1, columns))), [], 8.0
     for stage in range(stages):
         first, last = o.ledger.stages[stage].layers
         parts.append(_label(4, y + 12, f"stage {stage}: layers {first} to {last}"))
@@ -251,6 +272,7 @@ def mesh_picture(o: Option) -> str:
     more = [f"{mesh.pipe - stages} more stages"] * (mesh.pipe > stages)
     more += [f"{mesh.data * mesh.context - rows} more rows of data"] * (mesh.data * mesh.context > rows)
     more += [f"{mesh.tensor - columns} more ranks of tensor"] * (mesh.tensor > columns)
-    words = f"columns: tensor, rows: data; a colour is {host} dies next to each other; ep={mesh.experts}"
+    over = "data x context" if mesh.context > 1 else "data"
+    words = f"columns: tensor, rows: {over}; a colour is {host} dies next to each other; ep={mesh.experts}"
     parts.append(_label(4, y + 14, "; ".join([words, *more])))
-    return _svg(1100, int(y + 24), parts)
+    return _svg(WIDTH, int(y + 24), parts)

@@ -13,19 +13,24 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from kimi_graph import tree
 from kimi_graph.compile import caches
 from kimi_graph.compile.driver import Request
+from kimi_graph.compile.ge_proto import Dtype
 from kimi_graph.compile.passes import bytes_only, weight_name
 from kimi_graph.compile.phases import Bucket, fold_piece, parameter_path, piece_tracer, uses
+from kimi_graph.compile.prototype_rows import ROWS
+from kimi_graph.compile.prototypes import layouts_of
 from kimi_graph.compile.weight_formats import Packed
-from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, in_chunks
+from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, arranged
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 from kimi_graph.models.vision import vision_part_params, vision_schedule
-from kimi_graph.parallel import Mesh, Rules, place, preset
+from kimi_graph.ops.base import OPERATORS
+from kimi_graph.parallel import Rules, place
 from kimi_graph.parallel.placement import Placement
 from kimi_graph.spec import ParamSpec
 
@@ -37,6 +42,7 @@ class Line:
     Attributes:
         name: `layers.*.kda.query`. kind: "weights", "states" or "buffers". part: what of the model it belongs to.
         derivation: how the bytes come about, in words. whole: every rank of the stage has the same.
+        layout: in which a weight lies. taken: in which the operators that read it take it.
     """
 
     name: str
@@ -46,6 +52,8 @@ class Line:
     bytes: int
     derivation: str
     whole: bool = False
+    layout: str = ""
+    taken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +72,13 @@ class StageLedger:
     @property
     def total(self) -> int:
         return sum(line.bytes for line in self.lines)
+
+    def laid_out(self, wrong: bool) -> int:
+        """Bytes of weights that lie in a layout that no operator takes (`wrong`), or that is one of several."""
+        weights = (line for line in self.lines if line.kind == "weights")
+        if wrong:
+            return sum(line.bytes for line in weights if line.layout not in line.taken)
+        return sum(line.bytes for line in weights if line.layout in line.taken and len(line.taken) > 1)
 
     def by_part(self) -> dict[tuple[str, str, str], int]:
         """Bytes by kind, part and dtype, in the order of the lines."""
@@ -115,6 +130,7 @@ def _json(line: Line) -> dict[str, Any]:
         "bytes": line.bytes,
         "replicated": line.whole,
         "derivation": line.derivation,
+        **({"layout": line.layout, "taken_in": list(line.taken)} if line.layout else {}),
     }
 
 
@@ -133,13 +149,11 @@ def make_ledger(request: Request) -> Ledger:
         ShardingError: a size that does not divide. CompileError: a choice that cannot be.
     """
     b = buckets_of(request)[0]
-    c = request.config
-    rules, mesh = _rules(request), request.mesh or Mesh()
-    layout = request.layout
-    layers = [range(len(c.layers))] if layout is None else [s.layers for s in layout.stages(b)]
+    layout = request.placed
+    rules, layers = layout.rules("decode"), [s.layers for s in layout.stages(b)]
     weights = Weights(request, rules, census_of(request, b))
     states = _States(request, rules, b)
-    world = mesh.stage.world
+    world = layout.mesh.stage.world
     stages = tuple(
         StageLedger(
             stage=i,
@@ -152,12 +166,6 @@ def make_ledger(request: Request) -> Ledger:
     return Ledger(request=request, stages=stages, asides=tuple(_asides(request, b)))
 
 
-def _rules(request: Request) -> Rules:
-    if request.layout is not None:
-        return request.layout.rules("decode")
-    return preset(request.config, Mesh(), "decode")
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,12 +174,14 @@ class Read(NamedTuple):
 
     Attributes:
         steps: what is done to its bytes, in the name. share: numbers of it in those of the parameter. dtype: as read.
+        readers: operators, and which argument of theirs it is.
     """
 
     parameter: str
     steps: str
     share: tuple[int, int]
     dtype: torch.dtype
+    readers: frozenset[tuple[str, str]]
 
 
 def kind_of(part: str) -> str:
@@ -199,13 +209,12 @@ def weights_read(c: ModelConfig, phase: str, sparse: bool, images: int, patches:
             continue
         folded = fold_piece(trace(use))
         nodes = folded.captured.module.graph.find_nodes(op="placeholder")
-        values = dict(zip(folded.captured.inputs, (n.meta["val"] for n in nodes), strict=True))
+        inputs = dict(zip(folded.captured.inputs, nodes, strict=True))
         sizes = _sizes(c, use)
         found[kind] = tuple(
-            Read(parameter.removeprefix("p."), _short(parameter, steps), _share(values[name], sizes[parameter]),
-                 values[name].dtype)
+            _read(parameter, steps, inputs[name], sizes[parameter])
             for name, (parameter, steps) in folded.weights.items()
-        )  # fmt: skip
+        )
     return found
 
 
@@ -221,6 +230,30 @@ def _sizes(c: ModelConfig, use: Use) -> dict[str, int]:
     else:
         params = vision_part_params(use, specs.vision)
     return {f"p.{name}": spec.numel for name, spec in tree.items(params)}
+
+
+def _read(parameter: str, steps: Any, node: fx.Node, size: int) -> Read:
+    val = node.meta["val"]
+    readers = frozenset(_readers(node))
+    return Read(parameter.removeprefix("p."), _short(parameter, steps), _share(val, size), val.dtype, readers)
+
+
+def _readers(weight: fx.Node) -> Iterator[tuple[str, str]]:
+    """Operators that read a weight, and as which argument."""
+    for user in weight.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is not None:
+            at = next((i for i, given in enumerate(user.args) if given is weight), None)
+            yield schema.name.partition("::")[2], "" if at is None else schema.arguments[at].name
+
+
+def _taken(readers: Iterable[tuple[str, str]], dtype: Dtype, port: str = "") -> tuple[str, ...]:
+    """Layouts in which all readers take a weight. `port`: of the operator, where a weight has several inputs there."""
+    found = [layouts_of(_GE[name], port or argument, dtype.proto) for name, argument in readers if name in _GE]
+    return tuple(x for x in found[0] if all(x in other for other in found)) if found else ("ND",)
+
+
+_GE = {operator: type_ for type_ in ROWS for operator in OPERATORS if operator.replace("_", "") == type_.lower()}
 
 
 def _share(x: torch.Tensor, size: int) -> tuple[int, int]:
@@ -284,7 +317,7 @@ def census_of(request: Request, b: Bucket) -> Census:
     """Of a request; `b`: any of its buckets."""
     sparse = decoder.is_sparse(request.config, b.sequence_pages * b.page)
     patches = 0 if request.config.vision is None else b.images * math.prod(request.config.vision.merge)
-    c = in_chunks(request.config, 1)  # in how many parts rows are sent changes no weight
+    c = arranged(request.config)  # copies of experts and chunks of rows change no kind of weight
     return census(c, request.phases, sparse, b.images, patches)
 
 
@@ -328,13 +361,15 @@ class Weights:
         for part, p in packed.items():
             size = -(-math.prod(p.shape) * p.dtype.bits // 8)
             words = f"{_dims(p.shape)} of a rank, {p.dtype.text}, {p.dtype.bits / 8:g} B each"
-            yield self._line(f"{name}.{part}", path, p.dtype.text, size, words, placed)
+            line = self._line(f"{name}.{part}", path, p.dtype.text, size, words, placed)
+            yield replace(line, layout="FRACTAL_NZ" if p.tiled else "ND", taken=_taken(r.readers, p.dtype, part))
         if not packed:
             of, whole = r.share
             size = math.prod(placed.local) * of // whole * r.dtype.itemsize
             cut = f"{_dims(placed.local)} of {placed}" if placed.used else f"{placed}"
             words = f"{cut}, {_text(r.dtype)}, {r.dtype.itemsize} B each" + (f", {of}/{whole} of it" * (whole > 1))
-            yield self._line(name + steps, path, _text(r.dtype), size, words, placed)
+            line = self._line(name + steps, path, _text(r.dtype), size, words, placed)
+            yield replace(line, layout="ND", taken=_taken(r.readers, Dtype.of_torch(r.dtype)))
 
     def _line(self, name: str, path: str, dtype: str, size: int, words: str, placed: Placement) -> Line:
         whole = placed.mesh.stage.world > 1 and not placed.used

@@ -3,15 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
+from kimi_graph.compile.targets import Target
 from kimi_graph.config import MlaConfig
 from kimi_graph.models.decoder import is_sparse
 from kimi_graph.ops.attention import latent_heads, padded_heads
+from kimi_graph.parallel import Mesh
+from kimi_graph.parallel.collectives import Issued
 
 from .estimate import Decode, Prefill, Step, decode
-from .factors import PUBLISHED
+from .factors import PUBLISHED, Factors
 from .ledger import buckets_of
+from .network import crossing, hops
 from .profiles import table
 from .search import Option, Plan, dies, formats, gib
+from .sieve import KINDS, whole_up
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
 IMAGES = (1, 8, 64)
@@ -23,15 +28,17 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({capacity(plan):,} in pages of "
-        f"{plan.base.page}); experts as {form(o)}, caches as {plan.base.kv_dtype}",
+        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); "
+        f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
         "",
-        *([f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}", ""] if plan.fewer else []),
-        f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:",
+        *(line for line in [*count_lines(plan), ""] if count_lines(plan)),
+        _legal(plan),
         *table([_HEAD, *(_row(x) for x in plan.options)]),
         *_others(plan),
+        *tried_lines(plan),
         "",
         *_apart(plan),
+        *link_lines(plan),
         "",
         *_ledger(o),
         *([f"heads     {padded}"] if (padded := padded_queries(plan)) else []),
@@ -49,6 +56,43 @@ def plan_text(plan: Plan) -> str:
         *(f"compile   {line}" for line in commands(plan)),
     ]
     return "\n".join(lines)
+
+
+def _legal(plan: Plan) -> str:
+    if plan.ask.mesh is not None:
+        return "the mesh that was asked for:"
+    return f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:"
+
+
+def count_lines(plan: Plan) -> list[str]:
+    """How many dies, and how they are had."""
+    t, lines = plan.ask.target, []
+    if plan.fewer:
+        lines.append(f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}")
+    if 0 < plan.bare < plan.devices:
+        lines.append(f"{plan.bare:,} would do if dies could be had one by one; {hosts(t)}")
+    if (whole := whole_up(t, plan.devices)) != plan.devices:
+        lines.append(f"{plan.devices:,} dies are not had alone: {hosts(t)}; the next whole number is {whole:,}")
+    return lines
+
+
+def tried_lines(plan: Plan) -> list[str]:
+    """Why what costs something beside is taken, or is not."""
+    return [f"{KINDS[kind]}: {words}" for kind, words in plan.tried.items()]
+
+
+def hosts(t: Target) -> str:
+    """`a package of a3 has 2 dies, a host 16`."""
+    joined = [f"{link.name} {link.dies}" for link in t.links if link.name in ("package", "host")]
+    return f"{t.name} is had in whole ones: {', '.join(joined)} dies"
+
+
+def pages_text(plan: Plan) -> str:
+    """`1,000,064 in pages of 128`: what a sequence's pages hold, and what those of all ranks that share it do."""
+    base, ways = plan.base, plan.best.request.placed.pools
+    own = -(-base.max_len // base.page) * base.page
+    shared = f", {capacity(plan):,} on the {ways} ranks that share a sequence" if capacity(plan) != own else ""
+    return f"{own:,} in pages of {base.page}{shared}"
 
 
 def capacity(plan: Plan) -> int:
@@ -129,6 +173,39 @@ def _apart(plan: Plan) -> list[str]:
     ]
 
 
+def link_lines(plan: Plan) -> list[str]:
+    """Which links the groups of the best mesh go over, and what one collective of a decode step takes on them."""
+    o, f = plan.best, plan.ask.factors
+    stage, links, c = o.choice.mesh.stage, o.request.target.links, o.request.config
+    rows = max(1, o.request.rows // stage.data)
+    names = {"tensor": "all_reduce", "context": "all_gather", "experts": "all_reduce"}
+    if o.choice.exchange and c.moe is not None:
+        names["experts"] = "expert_dispatch"
+    found = []
+    for direction, name in names.items():
+        axes = stage.atoms(direction)
+        if stage.size(axes) == 1 or (direction == "experts" and axes == stage.atoms("tensor")):
+            continue
+        sent = rows * (1 if c.moe is None or name != "expert_dispatch" else c.moe.top_k)
+        issued = Issued(name, axes, (sent, c.embed), c.dtype)
+        cross, levels = crossing(issued, stage, links, f), [hop.link.name for hop in hops(stage, axes, links)]
+        took = f"{name} of {sent:,} rows {1e6 * cross.seconds:,.1f} us ({cross.algorithm}), most of it on {cross.link}"
+        found.append(f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}: {took}{_inside(o, issued, f)}")
+    return [f"links     {line}" for line in found]
+
+
+def _inside(o: Option, issued: Issued, f: Factors) -> str:
+    """What the same takes within a host, where tensor crosses hosts."""
+    links = o.request.target.links
+    host = next((link.dies for link in links if link.name == "host"), 0)
+    stage = o.choice.mesh.stage
+    if not host or issued.axes != stage.atoms("tensor") or stage.tensor <= host:
+        return ""
+    within = Mesh(tensor=host)
+    own = crossing(Issued(issued.name, within.atoms("tensor"), issued.shape, issued.dtype), within, links, f)
+    return f"; of {host} in one host {1e6 * own.seconds:,.1f} us"
+
+
 def _ledger(o: Option) -> Iterator[str]:
     rows = [("ledger", "part", "dtype", *(f"stage {s.stage}" for s in o.ledger.stages[:8]))]
     keys = list(dict.fromkeys(key for s in o.ledger.stages for key in s.by_part()))
@@ -175,7 +252,7 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
     d = o.decode
     yield (
         f"decode    {duration(d.seconds)} a token of {sequences(d.rows)} with {d.context:,} tokens; "
-        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight"
+        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight{_card(plan, o, d)}"
         + (f", stages idle {d.idle:.0%}; {len(d.median.stages)} batches fill them" if len(d.median.stages) > 1 else "")
     )
     rows = [("batch", "tokens of each", "a token", "bound by", "tokens/s a die")]
@@ -191,6 +268,14 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
     ]
     yield from ("  " + x for x in table(rows))
     yield from _kinds("decode", d.median)
+
+
+def _card(plan: Plan, o: Option, d: Decode) -> str:
+    """Tokens/s of a die with all stages busy, and of a card where that has several dies."""
+    one = d.tokens_per_second(_world(o))
+    dies = next((link.dies for link in plan.ask.target.links if link.name == "package"), 1)
+    card = f", {dies * one:,.1f} a card of {dies}" if dies > 1 else ""
+    return f", {one:,.1f} a die{card} with all stages busy"
 
 
 def decode_points(plan: Plan, o: Option) -> list[Decode]:
@@ -240,7 +325,8 @@ def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
     words = [f"kimi-graph compile {ask.model} --target {ask.target.name} --mesh {r.mesh}"]
     words += ["--exchange"] * r.exchange + ["--split-cache"] * r.split_cache + ["--pad"] * r.pad
     words += [f"--moe-chunks {o.choice.chunks}"] * (o.choice.chunks > 1)
-    words += [f"--redundant-experts {ask.redundant_experts}"] * (ask.redundant_experts > 0)
+    copies = o.choice.copies or ask.redundant_experts
+    words += [f"--redundant-experts {copies}"] * (copies > 0)
     words += [f"--weights-format {r.weights_format}"] * (r.weights_format != "bf16")
     words += [f"--kv-dtype {r.kv_dtype}"] * (r.kv_dtype != "bf16")
     words += [f"--page {r.page}"] * (r.page != 128)
@@ -257,6 +343,9 @@ def plan_json(plan: Plan) -> Any:
         "target": ask.target.name,
         "devices": plan.devices,
         "why_not_fewer": plan.fewer,
+        "fewest_one_by_one": plan.bare or None,
+        "tried": dict(plan.tried),
+        "links": [line.removeprefix("links").strip() for line in link_lines(plan)],
         "batch": plan.base.rows,
         "max_len": plan.base.max_len,
         "capacity": capacity(plan),

@@ -4,8 +4,9 @@ All legal meshes are sieved by bytes and by a bound of time (`sieve`); the few t
 ledger, and are estimated. What does not fit is refused with the reason and the nearest that does, without any time.
 """
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from .buffers import full_ledger
 from .estimate import Decode, Prefill, decode, prefill
 from .factors import Factors
 from .ledger import Ledger, buckets_of
-from .sieve import GIB, Choice, Held, Sieve, counts_up_to, like
+from .sieve import GIB, KINDS, LONG, Choice, Held, Sieve, counts_up_to, least, like, whole_up
 
 TRACED = 2  # of the meshes that promise most
 MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
@@ -101,13 +102,18 @@ class Option:
         return self.decode.seconds
 
 
-def format_of(ask: Ask, stored: dict[str, str]) -> str:
+@functools.lru_cache(maxsize=4)
+def _forms(c: ModelConfig, soc: str) -> tuple[weight_formats.Choice, ...]:
+    """Forms of the weights of a model as it was released."""
+    specs = decoder.model_specs(c)
+    return tuple(weight_formats.choices(c, specs, released_formats(c, specs), [soc]))
+
+
+def format_of(ask: Ask) -> str:
     """How experts are kept: what is asked for, or the smallest exact form that a kernel takes."""
     if ask.weights_format is not None:
         return ask.weights_format
-    specs = decoder.model_specs(ask.config)
-    rows = weight_formats.choices(ask.config, specs, stored, [ask.target.soc])
-    exact = [row for row in rows if row.made and row.exact in ("as stored", "exact")]
+    exact = [row for row in _forms(ask.config, ask.target.soc) if row.made and row.exact in ("as stored", "exact")]
     return min(exact, key=lambda row: (row.bytes, row.name != "bf16")).name if exact else "bf16"
 
 
@@ -123,7 +129,7 @@ def base_request(ask: Ask) -> Request:
     rows = ask.batch or (ask.mesh.data if ask.mesh is not None else ask.devices) or 1
     request = Request(
         config=c, target=ask.target, phases=legal_phases(c), rows=rows, max_len=ask.length, page=ask.page,
-        chunk=min(512, ask.length), weights_format=format_of(ask, stored), kv_dtype=ask.kv_dtype, stored=stored,
+        chunk=min(512, ask.length), weights_format=format_of(ask), kv_dtype=ask.kv_dtype, stored=stored,
     )  # fmt: skip
     kept_form(request.weights_format, request.native, ask.target.soc)
     buckets_of(request)
@@ -142,8 +148,6 @@ def evaluate(ask: Ask, sieve: Sieve, choice: Choice) -> Option:
     memory = ask.target.memory_bytes
     while True:
         request = sieve.request(choice)
-        if ask.pad:
-            request = like(request, pad=True)
         request.check()
         ledger = full_ledger(request, ask.factors)
         over = ledger.fullest.total - memory
@@ -202,7 +206,9 @@ class Plan:
     Attributes:
         options: traced meshes, the best for both phases first. legal: how many there are, and of them `fitting`.
         others: those that should fit too, by what they promise; not traced.
-        devices: dies. fewer: why one device less does not do; empty where the number was given.
+        devices: dies. fewer: why fewer do not do; empty where the number was given.
+        bare: the fewest dies that would do if dies could be had one by one; 0 where nobody asked.
+        tried: what became of context parallelism, padding and copies of experts, in words.
     """
 
     ask: Ask
@@ -212,7 +218,9 @@ class Plan:
     legal: int
     fitting: int
     fewer: str = ""
+    bare: int = 0
     others: tuple[Held, ...] = ()
+    tried: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Option:
@@ -267,15 +275,17 @@ def _one_mesh(ask: Ask, base: Request, sieve: Sieve) -> Plan:
     )  # fmt: skip
     checked.check()
     chunk = ask.chunk or sieve.chunk(mesh)
-    choice = Choice(mesh=mesh, exchange=ask.exchange, split_cache=ask.split_cache, chunk=chunk, chunks=ask.moe_chunks)
+    choice = Choice(
+        mesh=mesh, exchange=ask.exchange, split_cache=ask.split_cache, chunk=chunk, chunks=ask.moe_chunks, pad=ask.pad
+    )
     option = evaluate(ask, sieve, choice)
     return _quick_enough(ask, Plan(ask=ask, base=base, devices=mesh.world, options=(option,), legal=1, fitting=1))
 
 
-def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], int]:
-    """Choices that should fit, and how many there are."""
-    found = [choice for mesh in sieve.legal(devices) for choice in sieve.choices(mesh)]
-    return [choice for choice in found if sieve.fits(choice)], len(found)
+def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], list[Choice]]:
+    """Choices that should fit, and all there are."""
+    found = list(sieve.all_choices(devices))
+    return [choice for choice in found if sieve.fits(choice)], found
 
 
 def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRACED) -> Plan | None:
@@ -291,35 +301,88 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
         options.append(option)
     if not options:
         return None
-    options.sort(key=lambda o: o.ttft * o.tpot)
-    seen = {(o.choice.mesh, o.choice.exchange, o.choice.split_cache) for o in options}
-    others = [h for h in held if (h.choice.mesh, h.choice.exchange, h.choice.split_cache) not in seen]
+    options.sort(key=_both)
+    seen = {_bare(o.choice) for o in options}
+    others = [h for h in held if _bare(h.choice) not in seen]
     return Plan(
-        ask=ask, base=base, devices=devices, options=tuple(options), legal=legal, fitting=len(fitting),
-        others=tuple(sorted(others, key=lambda h: h.decode * h.prefill)),
+        ask=ask, base=base, devices=devices, options=tuple(options), legal=len(legal), fitting=len(fitting),
+        others=tuple(sorted(others, key=_bound)), tried=_tried(base, legal, held, options),
     )  # fmt: skip
 
 
+def _both(o: Option) -> float:
+    return o.ttft * o.tpot
+
+
+def _bound(held: Held) -> float:
+    return held.decode * held.prefill
+
+
+def _bare(choice: Choice) -> Choice:
+    """Without what follows from the rest."""
+    return replace(choice, chunk=0, chunks=0)
+
+
+def _tried(base: Request, legal: Iterable[Choice], held: Iterable[Held], options: list[Option]) -> dict[str, str]:
+    """Why each kind of choice that costs something beside is taken, or is not."""
+    best = {}
+    for h in sorted(held, key=_bound):
+        best.setdefault(h.choice.kind, h)
+    kinds = {choice.kind for choice in legal}
+    return {kind: _verdict(base, kind, kinds, best, options) for kind in KINDS if kind != "plain"}
+
+
+def _verdict(base: Request, kind: str, kinds: set[str], best: dict[str, Held], options: list[Option]) -> str:
+    if kind not in kinds:
+        return _not_there(base, kind)
+    if kind not in best:
+        return "does not fit"
+    plain, own = best.get("plain"), best[kind]
+    if plain is None:
+        return f"taken: nothing fits without ({own.choice})"
+    both = {k: next((o for o in options if o.choice.kind == k), None) for k in ("plain", kind)}
+    if (mine := both[kind]) is not None and (other := both["plain"]) is not None:
+        times = f"x{mine.ttft / other.ttft:.2f} of the TTFT and x{mine.tpot / other.tpot:.2f} of the TPOT"
+        head = "taken" if options[0] is mine else "traced, not taken"
+        return f"{head}: {mine.choice} has {times} of {other.choice}"
+    times = f"x{own.prefill / plain.prefill:.2f} of a prefill and x{own.decode / plain.decode:.2f} of a token"
+    return f"not traced: the best, {own.choice}, promises {times} of {plain.choice}"
+
+
+def _not_there(base: Request, kind: str) -> str:
+    moe = base.config.moe
+    if kind == "context":
+        if base.max_len < LONG:
+            return f"not tried: it shares out long sequences, and is tried from {LONG:,} tokens"
+        return "no legal mesh has it"
+    if kind == "pad":
+        return "no mesh needs it: nothing more divides with it"
+    if moe is None:
+        return "there are no experts"
+    return "as asked for" if moe.redundant else "no legal number of copies: experts are on one rank, or too many"
+
+
 def promising(held: Iterable[Held], count: int) -> list[Choice]:
-    """The best for both phases, for decode and for prefill, in turn."""
+    """The best for both phases, for decode and for prefill, in turn; and the best that costs nothing beside."""
     held = list(held)
     orders = [
-        sorted(held, key=lambda h: h.decode * h.prefill),
+        sorted(held, key=_bound),
         sorted(held, key=lambda h: h.decode),
         sorted(held, key=lambda h: h.prefill),
     ]
     turns = [h.choice for rank in range(len(held)) for h in (order[rank] for order in orders)]
-    return list(dict.fromkeys(turns))[:count]
+    found = list(dict.fromkeys(turns))[:count]
+    plain = next((h.choice for h in orders[0] if h.choice.kind == "plain"), None)
+    return [*found, plain] if plain is not None and all(c.kind != "plain" for c in found) else found
 
 
 def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
-    """The fewest devices that do."""
+    """The fewest devices that do: whole packages, beyond a host whole hosts."""
     last, found = "", None
     for devices in counts_up_to(sieve, MOST):
         fitting, legal = _fitting(sieve, devices)
         if not fitting:
-            held = [sieve.held(choice) for mesh in sieve.legal(devices) for choice in sieve.choices(mesh)]
-            last = _why_not(devices, legal, min(held, default=0), sieve)
+            last = _why_not(devices, len(legal), min(map(sieve.held, legal), default=0), sieve)
             continue
         found = _with(ask, base, sieve, devices)
         if found is not None and _slow(ask, found) == "":
@@ -330,15 +393,25 @@ def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
             return _quicker(ask, base, sieve, found, last)
     if found is None:
         raise PlanError(_nothing(ask, base, sieve, MOST))
-    least = next(counts_up_to(sieve, MOST), 1)
-    fewer = last or (f"{least - 1:,}: weights shared out evenly would not fit" if least > 1 else "")
-    return _quick_enough(ask, replace(found, fewer=fewer))
+    few = least(sieve)
+    fewer = last or (f"{few - 1:,}: weights shared out evenly would not fit" if few > 1 else "")
+    return _quick_enough(ask, replace(found, fewer=fewer, bare=_one_by_one(ask, base, sieve, found.devices)))
+
+
+def _one_by_one(ask: Ask, base: Request, sieve: Sieve, devices: int) -> int:
+    """The fewest dies that would do, whole hosts or not."""
+    for count in range(least(sieve), devices):
+        if whole_up(ask.target, count) == devices and _fitting(sieve, count)[0]:
+            plan = _with(ask, base, sieve, count, traced=1)
+            if plan is not None and not _slow(ask, plan):
+                return count
+    return devices
 
 
 def _quicker(ask: Ask, base: Request, sieve: Sieve, found: Plan, last: str) -> Plan:
     devices, best = found.devices, found
     while devices < MOST:
-        devices = min(MOST, -(-devices * 3 // 2 // 16) * 16)
+        devices = min(MOST, whole_up(ask.target, -(-devices * 3 // 2)))
         more = _with(ask, base, sieve, devices, traced=2)
         if more is None:
             continue
@@ -394,7 +467,7 @@ def _too_slow(ask: Ask, plan: Plan) -> str:
 def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """Why so many devices do not do, and how many would."""
     c, t = ask.config, ask.target
-    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    rows = _forms(c, t.soc)
     size = {row.name: row.bytes for row in rows}
     kept = size.get(base.weights_format, 0)
     released = f"{gib(size['native'])} of weights as released"
@@ -415,7 +488,9 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
         found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=1) if fitting else None
         if found is not None:
             more = "" if count > devices else f" for {base.rows:,} sequences of {base.max_len:,} tokens"
-            return f"The smallest fit is {count:,} devices{more}: {found.best.choice}."
+            bare = _one_by_one(replace(ask, ttft=None, tpot=None, batch=base.rows), base, sieve, count)
+            where = f" ({bare:,} if dies could be had one by one)" if bare < count else ""
+            return f"The smallest fit is {count:,} devices{more}{where}: {found.best.choice}."
     length = base.max_len // 2
     return f"Nothing up to {MOST:,} devices fits; ask for fewer sequences than {base.rows:,}, or --max-len {length:,}."
 
@@ -426,7 +501,7 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
 def formats(plan: Plan) -> list[dict[str, Any]]:
     """Forms of weights and of caches, smallest first, with whether a kernel takes them."""
     c, t, base = plan.ask.config, plan.ask.target, plan.base
-    rows = weight_formats.choices(c, decoder.model_specs(c), dict(base.stored), [t.soc])
+    rows = _forms(c, t.soc)
     found = [
         {
             "what": "weights", "format": row.name, "bytes": row.bytes, "values": row.exact, "taken": row.taken,

@@ -162,5 +162,5 @@ def test_a_full_ledger_has_a_line_for_everything_that_is_in_a_die():
     request = k3(name="kimi-k3.1-pro", mesh="pp=2,tp=16")
     for stage in full_ledger(request, Factors()).stages:
         parts = {line.part for line in stage.lines if line.kind == "buffers"}
-        assert parts == {"AttnRes and hidden", "workspace", "index scratch", "HCCL", "runtime"}
+        assert parts == {"AttnRes and hidden", "workspace", "index scratch", "layout", "HCCL", "runtime"}
         assert stage.total == stage.of("weights") + stage.of("states") + stage.of("buffers")

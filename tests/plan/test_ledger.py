@@ -1,24 +1,32 @@
 """The ledger against what bundles hold, and against published sizes of Kimi K3."""
 
+import dataclasses
 import functools
 
 import pytest
 
+from kimi_graph import tree
 from kimi_graph.checkpoint import released_formats
-from kimi_graph.compile.driver import Request, compile_bundle, legal_phases
+from kimi_graph.compile.driver import Clock, Request, build_all, compile_bundle, legal_phases
+from kimi_graph.compile.ge_proto import bytes_of
+from kimi_graph.compile.prototypes import DTYPES, layouts_of
 from kimi_graph.compile.targets import target
+from kimi_graph.compile.view import Edge, view
 from kimi_graph.config import ModelConfig, arranged, check_length
 from kimi_graph.errors import ConfigError
 from kimi_graph.fixture import small_config
 from kimi_graph.models import decoder
-from kimi_graph.models.counts import parameter_counts
+from kimi_graph.models.counts import parameter_counts, part_of
 from kimi_graph.parallel import Mesh
+from kimi_graph.plan import ledger
+from kimi_graph.plan.buffers import full_ledger
+from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.ledger import hybrid_page, make_ledger, state_bytes, statistics_bytes
 from kimi_graph.read_config import load_config, parse_config
 from tests.compile.test_mesh_bundle import SHARED
 
 GIB = 2**30
-FIXTURES = ("kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "deepseek-v3.2", "glm-5.2")
+FIXTURES = ("kimi-linear-48b", "kimi-k3", "kimi-k3.1-pro", "kimi-k2.5", "deepseek-v3.2", "glm-5", "glm-5.2")
 
 
 def small_request(name: str, mesh: str | None, options: dict, **given) -> Request:
@@ -67,6 +75,62 @@ def test_weights_and_states_are_those_of_every_bundle_of_a_mesh(host, name, mesh
 )
 def test_packed_experts_and_caches_in_8_bits_count_as_graphs_have_them(host, name, given):
     check_against_bundle(small_request(name, "dp=2,tp=2", {}, **given), host)
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def laid_out(request: Request, host) -> list[tuple[int, int]]:
+    """Bytes of weights that the graphs of each stage read in a layout that no reader takes, and in one of several."""
+    found: dict[int, dict[str, tuple[int, bool, bool]]] = {}
+    for graph in (g for b in request.buckets() for g in build_all(request, b, host, Clock())):
+        seen = view(graph.model.graph[0])
+        for name in graph.weights:
+            node = seen.by_name[f"p.{name}" if f"p.{name}" in seen.by_name else name]
+            desc = node.op.output_desc[0]
+            ports = {(r.node.type, r.node.ins[r.position].name.rstrip("0")) for r in seen.readers[Edge(node.name, 0)]}
+            taken = [layouts_of(type_, port, desc.dtype) for type_, port in ports]
+            right = all(desc.layout in layouts for layouts in taken)
+            either = right and all(len(layouts) > 1 for layouts in taken)
+            found.setdefault(graph.stage or 0, {})[name] = bytes_of(desc), not right, either
+    return [
+        (sum(n for n, wrong, _ in own.values() if wrong), sum(n for n, _, either in own.values() if either))
+        for _, own in sorted(found.items())
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, chip, given",
+    [
+        ("kimi-linear-48b", "a3", {}),
+        ("kimi-linear-48b", "a3", {"weights_format": "int4"}),
+        ("kimi-k3", "950dt", {"weights_format": "native"}),
+    ],
+    ids=str,
+)
+def test_bytes_that_ge_would_convert_in_layout_are_those_of_the_compiled_graphs(host, name, chip, given):
+    request = dataclasses.replace(small_request(name, "pp=2,tp=2", {}, **given), target=target(chip))
+    if given.get("weights_format") == "native":
+        experts = (path for path, _ in tree.items(decoder.model_specs(request.config)) if part_of(path) == "experts")
+        request = dataclasses.replace(request, stored=dict.fromkeys(experts, "mxfp4"))
+        assert request.form == "mxfp4"
+    stages = make_ledger(request).stages
+    assert [(s.laid_out(True), s.laid_out(False)) for s in stages] == laid_out(request, host)
+    assert (sum(s.laid_out(False) for s in stages) > 0) == (not given)  # plain experts are taken in tiles too
+
+
+def test_a_weight_in_a_layout_that_its_operator_does_not_take_is_a_line(monkeypatch):
+    request = small_request("kimi-linear-48b", "tp=2", {})
+    monkeypatch.setattr(ledger, "layouts_of", lambda type_, port, dtype: ("FRACTAL_NZ",))
+    (stage,) = full_ledger(request, Factors()).stages
+    (line,) = [x for x in stage.lines if x.part == "layout"]
+    assert line.bytes == stage.laid_out(True) > stage.of("weights") / 2 and "all but" in line.derivation
+
+
+def test_the_registration_of_grouped_matmul_says_what_lies_in_tiles():
+    bf16, int4, fp4 = (layouts_of("GroupedMatmul", "weight", DTYPES[x].proto) for x in ("BF16", "I4", "E2M1"))
+    assert (bf16, int4, fp4) == (("ND", "FRACTAL_NZ"), ("ND",), ("FRACTAL_NZ",))
+    assert layouts_of("MatMul", "x2", DTYPES["BF16"].proto) == ("ND",)
 
 
 # ---- Kimi K3 ---------------------------------------------------------------------------------------------------------

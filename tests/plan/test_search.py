@@ -4,20 +4,26 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from kimi_graph import cli
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import CompileError, ConfigError, KimiGraphError, ShardingError
+from kimi_graph.fixture import make_fixture
 from kimi_graph.parallel import Mesh
 from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
 from kimi_graph.plan.ledger import make_ledger
 from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, make_plan
-from kimi_graph.plan.sieve import Choice, Sieve, like
+from kimi_graph.plan.sieve import LONG, Choice, Sieve, like, whole_up
 from kimi_graph.read_config import load_config
 from tests.compile.family import small_model
 
@@ -71,12 +77,14 @@ def test_json_lists_every_line_with_name_bytes_and_derivation():
 
 
 def test_the_sieve_counts_what_the_ledger_counts():
-    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=128, batch=128, max_len=8192)
+    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=96, batch=96, max_len=LONG)
     sieve = Sieve(base_request(wanted), Factors())
-    for mesh in sieve.legal(128)[:3]:
-        for choice in sieve.choices(mesh):
-            stages = make_ledger(sieve.request(choice)).stages
-            assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
+    choices = list(sieve.all_choices(96))
+    some = {(c.kind, c.exchange, c.split_cache): c for c in choices}  # one of each sort
+    assert len(some) > 8
+    for choice in some.values():
+        stages = make_ledger(sieve.request(choice)).stages
+        assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
 
 
 def test_the_report_is_one_file_that_loads_nothing():
@@ -101,6 +109,63 @@ def test_the_fewest_devices_come_with_the_reason_why_fewer_do_not_do():
     plan = make_plan(ask("kimi-linear-48b", "a3", batch=1, max_len=8192))
     assert plan.devices == 2
     assert "shared out evenly would not fit" in plan.fewer or "of a die at least" in plan.fewer
+
+
+def test_planning_imports_neither_torchair_nor_what_torch_takes_long_to_import():
+    code = (
+        "import sys; from tests.plan.test_search import ask; from kimi_graph.plan.search import make_plan\n"
+        "make_plan(ask('kimi-linear-48b', 'a3', devices=2, batch=2)).text()\n"
+        "assert not {'torchair', 'torch._dynamo', 'sympy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensor_across_hosts_shows_what_its_sums_cost_beside_those_within_one():
+    text = make_plan(ask("kimi-linear-48b", mesh=Mesh(tensor=32), batch=8)).text()
+    (line,) = [line for line in text.splitlines() if line.startswith("links")]
+    found = re.search(
+        r"tensor 32 goes over package, host, network: .* ([\d.]+) us .*on network; of 16 in one host ([\d.]+) us", line
+    )
+    assert found and float(found[1]) > float(found[2])
+    assert re.search(r"[\d.]+ a die, [\d.]+ a card of 2 with all stages busy", text)
+
+
+def test_the_fewest_dies_are_whole_packages_and_whole_hosts():
+    a3, superpod, dt = (target(name) for name in ("a3", "a3-superpod", "950dt"))
+    assert [whole_up(a3, n) for n in (1, 2, 15, 16, 17, 92)] == [2, 2, 16, 16, 32, 96]
+    assert whole_up(superpod, 770) == 784 and [whole_up(dt, n) for n in (3, 9)] == [3, 16]
+
+
+@pytest.mark.slow
+def test_dies_that_could_only_be_had_one_by_one_are_told_apart():
+    plan = make_plan(ask("kimi-k3.1-pro", "a3", max_len=1_000_000, batch=1))
+    assert plan.devices % 16 == 0 and plan.bare < plan.devices
+    text = plan.text()
+    assert f"{plan.bare} would do if dies could be had one by one; a3 is had in whole ones: package 2, host 16" in text
+
+
+def test_so_many_dies_as_are_no_whole_hosts_are_evaluated_and_that_is_said():
+    text = make_plan(ask("kimi-linear-48b", "a3", devices=20, batch=20)).text()
+    assert "20 dies are not had alone" in text and "the next whole number is 32" in text
+
+
+@pytest.mark.parametrize("kind", ["context", "pad", "copies"])
+def test_what_costs_something_beside_is_taken_or_not_with_a_reason(kind):
+    assert re.match(
+        r"(taken|not taken|traced|not traced|not tried|no |there are no|does not fit)", on_950().tried[kind]
+    )
+
+
+def test_copies_of_experts_are_taken_where_the_busiest_rank_is_waited_for():
+    plan = make_plan(ask("kimi-k3.1-pro", "a3-superpod", devices=768))
+    assert plan.best.choice.copies and plan.tried["copies"].startswith("taken: ")
+    others = [o for o in plan.options if o.choice.kind == "plain"]
+    assert others and all(plan.best.ttft * plan.best.tpot < o.ttft * o.tpot for o in others)
+
+
+def test_context_parallelism_is_taken_where_rows_do_not_fill_the_ranks_of_a_long_prefill():
+    plan = make_plan(ask("kimi-linear-48b", "a3-superpod", devices=256, batch=1, max_len=1_048_576))
+    assert plan.best.choice.mesh.context > 1 and plan.tried["context"].startswith("taken: ")
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -149,8 +214,11 @@ def test_batch_32_and_page_128_pass():
 
 
 def test_a_length_is_rounded_to_whole_pages_and_one_over_the_limit_refused():
-    plan = make_plan(ask("kimi-linear-48b", devices=8, batch=1, max_len=1_000_000))
-    assert "1,000,064 in pages of 128" in plan.text()
+    whole = ask("kimi-linear-48b", mesh=Mesh(tensor=8), batch=1, max_len=1_000_000)
+    assert "(1,000,064 in pages of 128)" in make_plan(whole).text()
+    assert "(1,000,320 in pages of 384)" in make_plan(dataclasses.replace(whole, page=384)).text()
+    shared = make_plan(dataclasses.replace(whole, split_cache=True))
+    assert "(1,000,064 in pages of 128, 1,000,448 on the 8 ranks that share a sequence)" in shared.text()
     assert "found 1,048,577, expected 1 to 1,048,576" in refusal(ask(devices=128, max_len=1_048_577))
 
 
@@ -173,8 +241,8 @@ def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
     """896 experts with their copies are at most 1,024, their ranks at most 768 on A3."""
     wanted = ask("kimi-k3", "a3-superpod", devices=896, batch=896)
     sieve = Sieve(base_request(wanted), Factors())
-    sent = [c for mesh in sieve.legal(896) for c in sieve.choices(mesh) if c.exchange]
-    assert sent and all(c.mesh.experts <= 768 for c in sent)
+    sent = [c for c in sieve.all_choices(896) if c.exchange]
+    assert sent and all(c.mesh.experts <= 768 and 896 + c.copies <= 1024 for c in sent)
 
 
 # ---- every mesh can be compiled --------------------------------------------------------------------------------------
@@ -189,19 +257,40 @@ def test_every_mesh_that_a_plan_prints_compiles(host: Host, name, devices):
         r = o.request
         compile_model(
             small_model(name), target=r.target, out=None, mesh=r.mesh, batch=r.rows, chunk=r.chunk, max_len=r.max_len,
-            page=r.page, exchange=r.exchange, split_cache=r.split_cache, moe_chunks=o.choice.chunks,
+            page=r.page, exchange=r.exchange, split_cache=r.split_cache, moe_chunks=o.choice.chunks, pad=r.pad,
+            redundant_experts=o.choice.copies,
             weights_format=r.weights_format, phases=("prefill", "decode"), cache_dir=host.root.parent,
         )  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [96, 768])
-def test_every_choice_of_a_sieve_is_legal(devices):
+@pytest.mark.parametrize("name, chip", [("kimi-linear-48b", "a3"), ("kimi-k3", "950dt")])
+def test_the_commands_that_a_plan_prints_run(host: Host, tmp_path, name, chip):
+    """As they are printed, but for where the bundle goes: with --dry-run nothing is written."""
+    fixture = make_fixture(load_config(name), tmp_path / "tiny", quantised=name == "kimi-k3")
+    wanted = Ask(model=str(fixture.folder), config=load_config(str(fixture.folder)), target=target(chip), devices=4,
+                 batch=8, max_len=256, page=16)  # fmt: skip
+    text = make_plan(wanted).text()
+    found = [line.removeprefix("compile   ") for line in text.splitlines() if line.startswith("compile   ")]
+    assert len(found) == 2
+    for line in found:
+        words = shlex.split(line, comments=True)
+        more = ["--dry-run", "--cache-dir", str(host.root.parent)]
+        result = CliRunner().invoke(cli.app, [*words[1:], *more])
+        assert words[0] == "kimi-graph" and result.exit_code == 0, result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices, length", [(96, 1_048_576), (768, 4096)])
+def test_every_choice_of_a_sieve_is_legal(devices, length):
     """What is tried for the full model passes all checks that compile makes before it traces."""
-    sieve = Sieve(base_request(ask("kimi-k3.1-pro", "a3-superpod", devices=devices)), Factors())
-    for mesh in sieve.legal(devices):
-        for choice in sieve.choices(mesh):
-            sieve.request(choice).check()
+    wanted = ask("kimi-k3.1-pro", "a3-superpod", devices=devices, max_len=length)
+    sieve = Sieve(base_request(wanted), Factors())
+    found = list(sieve.all_choices(devices))
+    for choice in found:
+        sieve.request(choice).check()
+    kinds = {"plain", "pad", "copies"} | ({"context"} if length > LONG else set())
+    assert {choice.kind for choice in found} == kinds
 
 
 def test_a_request_on_another_mesh_is_another_request():

@@ -15,8 +15,9 @@ struct KdaChunkSizes {
 inline uint64_t KdaChunkBytes(const KdaChunkSizes& s, uint64_t chunk, uint64_t in, uint64_t out)
 {
     const uint64_t wide = 16 * s.key * 4, most = 16 * 4 * (s.key > s.value ? s.key : s.value);
-    const uint64_t block = 16 * (2 * s.key + s.value) * s.element + wide + 16 * 32, square = chunk * chunk * 4;
-    return in * block + out * most + 5 * wide + chunk * (s.key + 16 + 8) * 4 + 3 * square + (s.key + 32 + 512) * 4;
+    const uint64_t pairs = 32 * s.key * s.element + wide, rest = 16 * (s.value * s.element + 32);
+    const uint64_t square = chunk * chunk * 4;
+    return in * pairs + rest + out * most + 5 * wide + chunk * (s.key + 16 + 8) * 4 + 3 * square + (s.key + 32 + 512) * 4;
 }
 
 // Groups of cores to use, or 0: the kernel cannot do these sizes.

@@ -1,9 +1,10 @@
 // Which tokens a group of cores has, step after step: the same for its Cube core and its vector cores.
 #pragma once
 
+#include "kernel_operator.h"  // first: it says what __aicore__ is
+
 #include "balance.h"
 #include "kda_chunk_scratch.h"
-#include "kernel_operator.h"
 
 namespace kda_chunk_parts {
 

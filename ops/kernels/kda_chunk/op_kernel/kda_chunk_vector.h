@@ -65,10 +65,10 @@ public:
 private:
     __aicore__ inline void Buffers()
     {
-        pipe->InitBuffer(qkIn, t.in, 2 * wide * sizeof(T));
-        pipe->InitBuffer(vIn, t.in, ROWS * t.value * sizeof(T));
+        pipe->InitBuffer(qkIn, t.in, 2 * wide * sizeof(T));  // each buffer of a queue holds an event, of which there are 8
+        pipe->InitBuffer(vIn, 1, ROWS * t.value * sizeof(T));
         pipe->InitBuffer(decayIn, t.in, wide * sizeof(float));
-        pipe->InitBuffer(betaIn, t.in, ROWS * rows::BLOCK * sizeof(float));
+        pipe->InitBuffer(betaIn, 1, ROWS * rows::BLOCK * sizeof(float));
         pipe->InitBuffer(out, t.out, (t.key > t.value ? wide : ROWS * t.value) * sizeof(float));
         pipe->InitBuffer(tileBuf, 5 * wide * sizeof(float));
         pipe->InitBuffer(earlyBuf, t.chunk * t.key * sizeof(float));
