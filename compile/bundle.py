@@ -6,6 +6,7 @@ weights.json      the weight plan: of which checkpoint tensors and by which step
 graphs/*.air      one static graph per phase and bucket
 constants.bin     with `--weights constant`: the weights themselves, which the graphs' FileConstant nodes point into
 kernels/          where a graph has an operator of this project: what builds them, as `kernels export` writes it
+golden/           with `--golden N`: cases of single operators for bring-up, with an index and hashes of its own
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
 weights/          where `kimi-graph weights` was run: the weights themselves, and an index of them
@@ -27,8 +28,8 @@ from kimi_graph.files import new_folder
 FORMAT = 4
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
-WRITTEN = "weights"  # a folder
-OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS})
+GOLDEN, WRITTEN = "golden", "weights"  # folders
+OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS, GOLDEN})
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
-from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle, read_json
+from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
@@ -47,9 +47,10 @@ from .rank_tables import Communicator, builds_clusters, cluster_files, communica
 from .runbook import runbook
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
+from .written import Written, open_written
 
 LOADER = Path(__file__).parent / "data" / "loader"
-DEPLOY = "deploy.json"
+DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
@@ -71,11 +72,10 @@ class Deployment:
     mesh: Mesh
 
     @functools.cached_property
-    def written(self) -> dict[str, Any] | None:
-        """The index of weights that were made ahead; None where those of a rank were not."""
-        index = self.bundle.folder / "weights" / "index.json"
-        found = read_json(index) if index.is_file() else {"ranks": []}
-        return found if set(range(self.mesh.world)) <= set(found["ranks"]) else None
+    def written(self) -> Written | None:
+        """Weights that were made ahead; None where those of a rank were not."""
+        found = open_written(self.bundle)
+        return found if found is not None and set(range(self.mesh.world)) <= set(found.ranks) else None
 
     @property
     def groups(self) -> list[Communicator]:
@@ -245,7 +245,7 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     many = d.mesh.world > 1
     yield DEPLOY, dump(d.summary_json())
     if many:
-        yield "rank_table.json", dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
+        yield RANK_TABLE, dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
     yield "env.sh", _environment(d)
     yield "SHA256SUMS", "".join(f"{g['sha256']}  {g['file']}\n" for g in d.bundle.manifest["graphs"])
     for entry in d.bundle.manifest["graphs"]:
@@ -253,7 +253,8 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     for p in d.places:
         yield f"ranks/{p.rank}.txt", _lines(_rank_lines(d, p))
         if d.written is not None:
-            yield f"weights/{p.rank}.txt", _lines(_weight_lines(d.written, p.rank))
+            entries = sorted(d.written.of(p.rank).items())
+            yield f"weights/{p.rank}.txt", _lines((name, e.file, e.offset, e.bytes) for name, e in entries)
     for host in d.hosts.hosts:
         yield f"hosts/{host.name}/run.sh", _run_script(d, [p for p in d.places if p.host is host])
     if alone := [g for g in d.bundle.manifest["graphs"] if d.alone(g)]:
@@ -271,7 +272,7 @@ def _dims(shape: Iterable[int]) -> str:
     return ",".join(map(str, shape)) or "-"
 
 
-def _described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
+def described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
     """kind index name dtype format bytes dims origin-dims; numbers of dtype and format are GE's."""
     tiled = is_tiled(desc)
     dims = _dims(desc.shape.dim)
@@ -297,11 +298,11 @@ def _graph_lines(d: Deployment, entry: Mapping[str, Any]) -> Iterator[tuple[obje
     sources = sorted((op for op in ops if op.type in ("Data", "RefData")), key=lambda op: get_attr(op, "index"))
     for op in sources:
         kind = "state" if op.type == "RefData" else "weight" if is_weight(op) else "input"
-        yield _described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
+        yield described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
     (results,) = (op.input_desc for op in ops if op.type == "NetOutput")
     names = entry.get("gives") or [o["name"] for o in entry["outputs"]]
     for i, (name, desc) in enumerate(zip(names, results, strict=True)):
-        yield _described("output", i, name, desc)
+        yield described("output", i, name, desc)
 
 
 def _giver(d: Deployment, entry: Mapping[str, Any], name: str) -> int:
@@ -332,14 +333,6 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
         yield "own", name, d.mesh.index(p.rank, own_axes(name))
     for entry in entries:
         yield "run", entry["name"]
-
-
-def _weight_lines(index: Mapping[str, Any], rank: int) -> Iterator[tuple[object, ...]]:
-    """Where each weight of a rank lies: name, file in the bundle's `weights/`, offset, bytes."""
-    for file, entry in sorted(index["files"].items()):
-        if rank in entry["ranks"]:
-            for name, w in sorted(entry["weights"].items()):
-                yield name, file, w["offset"], w["bytes"]
 
 
 _ENV = """\

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -663,6 +664,7 @@ def compile_bundle(
 def bundle_files(request: Request, host: Host | Late, clock: Clock, kept: Kept | None = None) -> dict[str, bytes]:
     """Bytes by name of all that a bundle holds whatever the checkpoint; the manifest last."""
     graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock, kept)]
+    _check_avoided(request.target, graphs)
     sources = {name: made for g in graphs for name, made in g.weights.items()}
     plan = weight_plan(request.config, [g.model for g in graphs], sources, request.layout)
     if request.constants:
@@ -739,6 +741,16 @@ def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, byte
     if request.layout is None or g.stage is None:
         return entry
     return stage_entry(request.layout, g.bucket, g.model, entry, g.stage)
+
+
+def _check_avoided(target: Target, graphs: Sequence[Graph]) -> None:
+    """Raises CompileError where a type is left that --avoid names: what only it does is no choice of a lowering."""
+    counts = Counter(op.type for g in graphs for op in g.model.graph[0].op)
+    if left := sorted(set(target.avoided) & set(counts)):
+        raise CompileError(
+            f"--avoid {left[0]}: {counts[left[0]]:,} nodes of the graphs are it, and nobody else serves what it does; "
+            "kimi-graph ops says where there is a choice."
+        )
 
 
 def types_of(graphs: Iterable[Graph]) -> set[str]:

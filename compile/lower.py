@@ -148,11 +148,17 @@ class Room:
     def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
         order: tuple[str, ...] = self.target.providers
         asked = [offer for offer in offers if offer.provider in order]
-        return asked if order == PROVIDERS_DEFAULT else sorted(asked, key=lambda o: order.index(o.provider))
+        if order != PROVIDERS_DEFAULT:
+            asked.sort(key=lambda o: order.index(o.provider))
+        avoided = self.target.avoided
+        first = {avoided[t] for o in asked for t in o.operator.split(", ") if avoided.get(t)}
+        return sorted(asked, key=lambda o: o.provider not in first)
 
     def _not_there(self, offer: Offer) -> str:
         """Why the target has not an offer's operators; basic ones are everywhere."""
         for type_ in offer.operator.split(", "):
+            if type_ in self.target.avoided:
+                return f"{type_} is left out by --avoid"
             found = find(type_)
             if found is not None and self.soc not in found.socs:
                 return f"no kernel for {self.soc}"

@@ -85,6 +85,7 @@ def target_entry(t: Target) -> dict[str, Any]:
         "soc_version": t.soc_version,
         "cann": t.cann,
         "providers": list(t.providers),
+        **({"avoid": list(t.avoid)} if t.avoid else {}),
     }
 
 
@@ -95,7 +96,7 @@ def target_of(manifest: Mapping[str, Any]) -> Target:
         CompileError: there is none such.
     """
     entry = manifest["target"]
-    return target(entry["name"], cann=entry["cann"], providers=entry["providers"])
+    return target(entry["name"], cann=entry["cann"], providers=entry["providers"], avoid=entry.get("avoid", ()))
 
 
 def _check_target(where: Any, manifest: Mapping[str, Any]) -> Target:

@@ -55,6 +55,7 @@ A deployment, in order:
   kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
+  kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
 
 kimi-graph COMMAND --help says more.
 """
@@ -399,6 +400,10 @@ def compile(  # noqa: A001 (the command's name)
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
     ] = CANN_DEFAULT,
     providers: Providers = PROVIDERS_DEFAULT,
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option("--avoid", metavar="OP[=P]", help="Do without an operator, or take provider P's in its place."),
+    ] = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -422,6 +427,9 @@ def compile(  # noqa: A001 (the command's name)
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
     ] = False,
+    golden: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Store N cases of each operator, for bringup; needs a checkpoint.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -441,12 +449,15 @@ def compile(  # noqa: A001 (the command's name)
             "it chooses --exchange, --split-cache, --moe-chunks and --pad itself; give a --mesh for your own.",
             param_hint="'--devices'",
         )
+    source = Path(model) if Path(model).is_dir() and model not in _presets() else None
+    if golden and (dry_run or source is None):
+        raise typer.BadParameter("is recorded from a run: give a checkpoint's folder and -o.", param_hint="'--golden'")
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
 
         # before torch is imported: a wrong name is answered at once
-        profile = find_target(target, cann=cann, providers=_split(providers))
+        profile = find_target(target, cann=cann, providers=_split(providers), avoid=avoid or ())
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
@@ -474,7 +485,7 @@ def compile(  # noqa: A001 (the command's name)
             config,
             target=profile,
             out=None if dry_run else out,
-            checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
+            checkpoint=source,
             phases=None if phase is None else _split(phase),
             batch=batch,
             chunk=chunk,
@@ -496,6 +507,11 @@ def compile(  # noqa: A001 (the command's name)
             keep=not no_cache,
             progress=progress,
         )
+        if golden and out is not None:
+            from kimi_graph.compile.golden import write_golden
+
+            progress("golden", 0, 0)
+            print(f"golden    {write_golden(out, source, golden)} cases of single operators")
     _show(made, as_json=False, started=started, where=None if dry_run else out)
 
 
@@ -1032,6 +1048,46 @@ def deploy(
             return
         made = deploy_bundle(bundle, hosts, out, cann)
     _show(made, as_json=as_json, started=started, where=made.folder)
+
+
+@command
+def bringup(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    deployment: Annotated[
+        Path | None,
+        typer.Option("--deploy", metavar="DIR", help="Run on NPUs, by its loader. Default: a rehearsal on the CPU."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Report and journal. Default: BUNDLE.bringup, beside it."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Try again what passed before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Try a bundle on a machine, step by step. Environment, groups of ranks, operators against golden cases, a layer of
+    each kind, every stage, all ranks. Stops at the first tensor that differs, and says whose it is and what would
+    explain it. What passed is not tried again. Exit code 1 if something differs. Without --deploy it is a rehearsal: a
+    CPU in place of the devices.
+
+    \b
+    kimi-graph bringup build/tiny-a3
+    kimi-graph bringup build/k31-4 --deploy build/k31-4.deploy -o build/report
+    """
+    started = time.perf_counter()
+    with _progress() as progress:
+        from kimi_graph.compile.bringup import bring_up
+
+        device = None
+        if deployment is not None:
+            from kimi_graph.compile.npu_device import open_device
+
+            device = open_device(bundle, deployment, os.environ)
+        where = out or bundle.with_name(f"{bundle.resolve().name}.bringup")
+        report = bring_up(bundle, device, checkpoint=checkpoint, out=where, restart=restart, progress=progress)
+    _judge(report, as_json=as_json, started=started)
 
 
 kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")

@@ -39,7 +39,7 @@ def compile_small(small: Path, host: Host) -> Compile:
 
     def run(out: Path | None, **options: Any) -> Any:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
-        given = {"cann": CANN_DEFAULT, "providers": PROVIDERS_DEFAULT}
+        given: dict[str, Any] = {"cann": CANN_DEFAULT, "providers": PROVIDERS_DEFAULT, "avoid": ()}
         given |= {name: options.pop(name) for name in given.keys() & options.keys()}
         profile = target(options.pop("target", "a3"), **given)
         model = options.pop("model", small)

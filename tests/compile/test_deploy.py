@@ -18,6 +18,8 @@ from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.ge_proto import get_attr
 from kimi_graph.compile.rank_tables import communicators
 from kimi_graph.compile.targets import target
+from kimi_graph.compile.write_weights import write_weights
+from kimi_graph.compile.written import open_written
 from kimi_graph.errors import BundleError, DeployError
 from kimi_graph.fixture import small_config
 from kimi_graph.ops.twin import compiler
@@ -232,18 +234,19 @@ def test_the_same_bundle_and_hosts_give_the_same_bytes(meshed, tmp_path):
 
 def test_weights_made_ahead_are_found_by_rank(meshed, tmp_path):
     bundle = Path(shutil.copytree(meshed, tmp_path / "bundle"))
-    (bundle / "weights").mkdir()
-    index = {
-        "ranks": [0, 1, 2, 3],
-        "files": {
-            "rank_0003-ab.bin": {"ranks": [3], "weights": {"p.b": {"offset": 512, "bytes": 4}}},
-            "shared_tensor_0002-cd.bin": {"ranks": [2, 3], "weights": {"p.a": {"offset": 0, "bytes": 8}}},
-        },
-    }
-    (bundle / "weights" / "index.json").write_text(json.dumps(index))
+    write_weights(bundle, ranks=[0, 1, 2])
+    assert not (deployed(bundle, tmp_path) / "weights").exists()
+    write_weights(bundle)
     out = deployed(bundle, tmp_path)
-    assert (out / "weights" / "3.txt").read_text() == "p.b rank_0003-ab.bin 512 4\np.a shared_tensor_0002-cd.bin 0 8\n"
-    assert (out / "weights" / "2.txt").read_text() == "p.a shared_tensor_0002-cd.bin 0 8\n"
+    for rank in range(4):
+        sizes = {x[1]: x[4] for g in words(out / "ranks" / f"{rank}.txt", "run") for x in
+                 words(out / "graphs" / f"{g[0]}.txt", "weight")}  # fmt: skip
+        listed = [line.split() for line in (out / "weights" / f"{rank}.txt").read_text().splitlines()]
+        assert {name: size for name, _, _, size in listed} == sizes
+        for name, file, offset, size in listed:
+            data = (bundle / "weights" / file).read_bytes()[int(offset) :][: int(size)]
+            assert data == open_written(open_bundle(bundle)).read(rank, name).numpy().tobytes()
+    assert "`weights/*.txt` say where they are" in (out / "README.md").read_text()
 
 
 # ---- one rank, and CANN up to 8.3 ------------------------------------------------------------------------------------

@@ -39,8 +39,15 @@ struct Case {
     FixpipeParamsV220 Out(int n = 64, int m = 64) { return FixpipeParamsV220(n, m, 64, 64, false); }
 """
 
-ONLY = {"the 950's parameters on A3": 2201, "squares to L0A on the 950": 3510, "32-bit squares on the 950": 3510,
-        "a gap on the 950": 3510, "k rounded up to 16 on the 950": 3510}  # fmt: skip
+ONLY = {
+    "the 950's parameters on A3": 2201,
+    "squares to L0A on the 950": 3510,
+    "32-bit squares on the 950": 3510,
+    "a gap on the 950": 3510,
+    "too many steps of a load": 3510,
+    "half a square": 3510,
+    "k rounded up to 16 on the 950": 3510,
+}
 CASES = {
     "a vector instruction on a Cube core": (
         "a Cube core has no pipe V",
@@ -132,6 +139,23 @@ CASES = {
         "has no kDirectionAlign",
         "MmadParams p = Of(16, 16, 8); p.kDirectionAlign = true; Load(); Mmad(c, a, b, p);",
     ),
+    "a load that goes down": (
+        "from L1 addresses go up",
+        "auto p = Fractals(0, 1); p.addrMode = 1; LoadData(a, l1, p);",
+    ),
+    "squares that go down": (
+        "LoadDataWithTranspose: the twin's addresses go up",
+        "LoadDataWithTranspose(b, l1, LoadData2dTransposeParams(0, 1, 1, 0, 0, 1));",
+    ),
+    "too many steps of a load": (
+        "LoadData: 256 x 1 steps; 0 to 255",
+        "LoadData(a, l1, LoadData2DParamsV2(0, 0, 256, 1, 4, 4, false, 0));",
+    ),
+    "half a square": (
+        "LoadData: 3 steps; 32-bit squares take two",
+        "LoadData(a, l1, LoadData2DParamsV2(0, 0, 4, 3, 4, 4, true, 0));",
+    ),
+    "several matrices out": ("copies one matrix", "auto p = Out(); p.ndNum = 2; Fixpipe(y, c, p);"),
     "an odd number of columns out": ("a multiple of 16", "Fixpipe(y, c, Out(24));"),
     "a result of another type": (
         "quantPre does not fit float",
@@ -469,6 +493,11 @@ using namespace AscendC;
 extern "C" void k(GM_ADDR x) { CrossCoreWaitFlag(1); }"""
     with pytest.raises(KernelError, match="cores of KERNEL_TYPE_AIV_ONLY cannot wait for each other"):
         run_source(text, "k", 2201, [("x", 0, 0, True)], twin_cache)
+
+
+def test_more_cores_than_the_twin_tells_apart_are_refused(twin_cache):
+    with pytest.raises(KernelError, match="255 cores; 1 to 254 are possible"):
+        mixed("vector cores alone", 3510, twin_cache, groups=85)
 
 
 def test_the_kind_of_a_kernel_comes_first(twin_cache):
