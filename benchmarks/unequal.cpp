@@ -90,8 +90,8 @@ extern "C" __global__ __aicore__ void unequal(GM_ADDR counts, GM_ADDR place, GM_
 #if WAY == 0
     op.Process(balance::InTurn(ROWS, EACH, GetBlockNum(), GetBlockIdx()));
 #elif WAY == 1
-    op.Process(balance::LongestFirst(ROWS, EACH, GetBlockNum(), GetBlockIdx(), Counts{op.countsGm}));
+    op.Process(balance::LongestFirst<ROWS>(ROWS, EACH, GetBlockNum(), GetBlockIdx(), Counts{op.countsGm}));
 #else
-    op.Process(balance::FromCounter(ROWS, EACH, place, Counts{op.countsGm}));
+    op.Process(balance::FromCounter<ROWS>(ROWS, EACH, place, Counts{op.countsGm}));
 #endif
 }

@@ -30,6 +30,7 @@ from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
+from .fuse import CHAINS, fuse_chains
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .kept import Kept
 from .lower import Choice, Weights
@@ -338,6 +339,7 @@ def build_graph(
     placed = uses(request.config, b)
     with clock.step("stamp"):
         graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in placed], prototypes)
+        graph = fused(graph, request.target, prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -382,6 +384,17 @@ def captured_pieces(request: Request, b: Bucket, rules: Rules | None = None) -> 
         sharded = capture_sharded_pieces(request.config, b, rules)
         captured = {name: piece.captured for name, piece in sharded.items()}
     return {name: quantise_caches(c, request.kv_dtype) for name, c in captured.items()}
+
+
+def fused(graph: Graph, target: Target, prototypes: Prototypes) -> Graph:
+    """The graph with its chains fused, see `fuse`; what moved is noted among the origins."""
+    found = fuse_chains(graph.model, target, prototypes)
+    if not found.choices:
+        return graph
+    moved: Origins = {"lines": {}, "values": {edge: [now] for edge, now in found.moved.items()}}
+    return replace(
+        graph, choices=graph.choices | {CHAINS: tuple(found.choices)}, origins=graph.origins | {CHAINS: moved}
+    )
 
 
 def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:

@@ -350,25 +350,27 @@ def described(
 
 def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
     """Raises BundleError at the first key whose value differs; tuples and lists are the same."""
-    for key, mine, made in _differences(path, found, json.loads(json.dumps(expected))):
-        raise BundleError(f"{where}: {key} is {_short(mine)}; the graphs and the model make it {_short(made)}.")
+    for key, mine, made in differences(path, found, json.loads(json.dumps(expected))):
+        raise BundleError(f"{where}: {key} is {short(mine)}; the graphs and the model make it {short(made)}.")
 
 
 NOTHING = "nothing"  # stands for a key that is not there
 
 
-def _differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
+def differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
+    """Keys of two JSON values where they differ, with what each has there (`NOTHING`: nothing)."""
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys()):
-            yield from _differences(f"{path}.{key}", found.get(key, NOTHING), expected.get(key, NOTHING))
+            yield from differences(f"{path}.{key}", found.get(key, NOTHING), expected.get(key, NOTHING))
     elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
         for index, (mine, made) in enumerate(zip(found, expected, strict=True)):
-            yield from _differences(f"{path}.{index}", mine, made)
+            yield from differences(f"{path}.{index}", mine, made)
     elif type(found) is not type(expected) or found != expected:
         yield path, found, expected
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A JSON value in at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 

@@ -54,6 +54,8 @@ A deployment, in order:
   kimi-graph lint build/tiny-a3                                   what the files alone prove
   kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
+  kimi-graph buckets build/tiny-a3 --batch 1 --length 4096        which graph serves it, or why none does
+  kimi-graph diff build/tiny-a3 build/new                         what changed, and whether it matters
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
   kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
 
@@ -464,6 +466,7 @@ def compile(  # noqa: A001 (the command's name)
 
         config = _load_config(model)
         if devices is not None:
+            from kimi_graph.plan.report import sequences
             from kimi_graph.plan.search import Ask, make_plan
 
             best = make_plan(
@@ -475,7 +478,7 @@ def compile(  # noqa: A001 (the command's name)
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             print(
-                f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences, "
+                f"mesh      {best.choice}: the best of {devices:,} dies for {sequences(best.request.rows)}, "
                 f"--weights-format {weights_format}"
             )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
@@ -610,8 +613,12 @@ def plan(
     """
     if not claims and (model is None or target is None):
         raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
-    if claims and (model is not None or html is not None):
-        raise typer.BadParameter("it takes no MODEL and makes no --html; leave them out.", param_hint="'--claims'")
+    wanted = (model, target, devices, mesh, max_len, batch, ttft, tpot, html)
+    if claims and any(x is not None for x in wanted):
+        raise typer.BadParameter("it takes --factor and --json alone; leave the rest out.", param_hint="'--claims'")
+    for flag, limit in (("--ttft", ttft), ("--tpot", tpot)):
+        if limit is not None and not limit > 0:
+            raise typer.BadParameter("expected more than 0.", param_hint=f"'{flag}'")
     if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
@@ -892,25 +899,85 @@ def check(
 @command
 def lint(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="It has to be of this preset, config.json or checkpoint.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="It has to be for this target.")] = None,
+    cann: Annotated[str | None, typer.Option(metavar="V", help="... and this CANN release.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="... and these ranks, pp=2,tp=2; none: one rank.")
+    ] = None,
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
     collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
-    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
+    stage reads an earlier one gives. No weights. With --model, --target, --cann or --mesh also that it is for them.
+    Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3
+    kimi-graph lint build/tiny-a3 --model build/tiny --target a3 --cann 9.2 --mesh none
     """
     started = time.perf_counter()
     with _without_collecting():
+        from kimi_graph.compile.expect import Expected
         from kimi_graph.compile.lint import lint_bundle
         from kimi_graph.compile.torchair_host import default_cache, load
 
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
-        report = lint_bundle(bundle, host.root)
+        expected = Expected(model=model, target=target, cann=cann, mesh=mesh)
+        report = lint_bundle(bundle, host.root, expected)
     _judge(report, as_json=as_json, started=started)
+
+
+@command
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="A", help="A folder that compile made.")],
+    new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Say what changed from bundle A to bundle B, and whether it matters. Model, target, mesh, states, nodes of graphs,
+    recipes of weights, operator packages, versions. Exit code 0 if both hold the same bytes (local.json and
+    weights made ahead aside), 1 if they differ in anything, whether or not it matters.
+
+    \b
+    kimi-graph diff build/tiny-a3 build/new
+    kimi-graph diff build/tiny-a3 build/new --json
+    """
+    started = time.perf_counter()
+    from kimi_graph.compile.diff import diff_bundles
+
+    found = diff_bundles(old, new)
+    _show(found, as_json=as_json, started=started)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+@command
+def buckets(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences at once, of all ranks. Default: 1.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Tokens of each, prompt and new ones. Default: 1.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which graph of a bundle serves a batch and a length, in how many steps, and what is refused and why. Without
+    them, all sizes there are. Prefill and decode have one contract: what one refuses the other does too. Exit code 1
+    if it is refused.
+
+    \b
+    kimi-graph buckets build/tiny-a3
+    kimi-graph buckets build/tiny-a3 --batch 2 --length 200
+    """
+    started = time.perf_counter()
+    from kimi_graph.compile.buckets import buckets_of
+
+    _judge(buckets_of(bundle, batch, length), as_json=as_json, started=started)
 
 
 @command

@@ -17,15 +17,15 @@ from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
 COMMANDS = [
-    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "deploy",
-    "bringup",
+    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
+    "diff", "deploy", "bringup",
 ]  # fmt: skip
 
 
 class Found:
     """A result with many lines."""
 
-    passed = True
+    passed = same = True
     config = types.SimpleNamespace(layers=[None] * 5)
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
@@ -55,11 +55,14 @@ def run(monkeypatch):
 
         for module, names in {
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
+            "kimi_graph.compile.buckets": ["buckets_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.coverage": ["cover_model"],
             "kimi_graph.compile.bringup": ["bring_up"],
             "kimi_graph.compile.deploy": ["deploy_bundle", "hosts_example"],
+            "kimi_graph.compile.diff": ["diff_bundles"],
             "kimi_graph.compile.driver": ["compile_model"],
+            "kimi_graph.compile.expect": ["Expected"],
             "kimi_graph.compile.golden": ["write_golden"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
@@ -71,6 +74,7 @@ def run(monkeypatch):
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
             "kimi_graph.plan.profiles": ["profiles"],
+            "kimi_graph.plan.report": ["sequences"],
             "kimi_graph.plan.search": ["Ask", "make_plan"],
             "kimi_graph.read_config": ["load_config"],
             "kimi_graph.shard": ["Request", "explain_parameter", "meshes_of", "shard_model"],
@@ -124,6 +128,8 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "lint",
         "weights",
         "verify",
+        "buckets",
+        "diff",
         "deploy",
         "bringup",
     ]
@@ -267,7 +273,9 @@ def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
     [
         (["plan", "m", "--target", "a3", "--exchange"], "they go with a --mesh"),
         (["plan", "m", "--target", "a3", "--devices", "8", "--moe-chunks", "2"], "they go with a --mesh"),
-        (["plan", "m", "--claims"], "leave them out"),
+        (["plan", "m", "--claims"], "leave the rest out"),
+        (["plan", "--claims", "--devices", "4"], "leave the rest out"),
+        (["plan", "m", "--target", "a3", "--ttft", "0"], "more than 0"),
         (["plan", "--target", "a3"], "say which MODEL"),
     ],
 )

@@ -31,8 +31,8 @@ extern "C" uint32_t deal(uint32_t way, const uint32_t* costs, uint32_t rows, uin
 {
     const auto cost = [costs](uint32_t row) { return costs[row]; };
     if (way == 0) return Run(balance::InTurn(rows, each, cores, core), out);
-    if (way == 1) return Run(balance::Tasks(rows, each, cores, core, cost), out);
-    balance::Taken taken(rows, each, cost);
+    if (way == 1) return Run(balance::Tasks<128>(rows, each, cores, core, cost), out);
+    balance::Taken<128> taken(rows, each, cost);
     balance::Task task;
     uint32_t count = 0;
     for (uint64_t place = core; taken.At(place, task); place += cores, count++) {

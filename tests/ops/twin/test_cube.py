@@ -24,6 +24,7 @@ struct Case {
     LocalTensor<float> a, b, c, l1;
     Case(GM_ADDR p, GM_ADDR q) {
         x.SetGlobalBuffer((float*)p); y.SetGlobalBuffer((float*)q);
+        SetHF32Mode(HF32Mode::DISABLE);
         pipe.InitBuffer(a1, 16384); pipe.InitBuffer(a2, 16384); pipe.InitBuffer(b2, 16384); pipe.InitBuffer(co1, 16384);
         l1 = a1.Get<float>(); a = a2.Get<float>(); b = b2.Get<float>(); c = co1.Get<float>();
     }
@@ -93,6 +94,10 @@ CASES = {
     "a product of one row": (
         "one row is read as a vector",
         "Load(); Mmad(c, a, b, Of(1, 16, 8));",
+    ),
+    "float32 that is rounded first": (
+        "SetHF32Mode: the twin multiplies float32 as it is",
+        "SetHF32Mode(HF32Mode::ENABLE);",
     ),
     "a product of nothing": ("Mmad: 16 x 16 x 0", "Load(); Mmad(c, a, b, Of(16, 16, 0));"),
     "the unit flag": ("no bias and no unit flag", "Load(); Mmad(c, a, b, MmadParams(16, 16, 8, 3, false, true));"),
@@ -200,6 +205,7 @@ PRODUCT = """
 void Product{NAME}(GM_ADDR pa, GM_ADDR pb, GM_ADDR py) {{
     constexpr int C0 = 32 / sizeof({T}), M = 40, N = 48, K = 2 * 16, MB = 3, NB = 3, KB = K / C0;
     TPipe pipe;
+    SetHF32Mode(HF32Mode::DISABLE);
     GlobalTensor<{T}> ga, gb;
     GlobalTensor<{T}> gy;
     ga.SetGlobalBuffer(({T}*)pa); gb.SetGlobalBuffer(({T}*)pb); gy.SetGlobalBuffer(({T}*)py);
@@ -484,6 +490,21 @@ def test_mode_4_reaches_one_vector_core(twin_cache):
 def test_cores_may_write_side_by_side_in_a_block(twin_cache):
     x, y, _ = mixed("parts of a block", 3510, twin_cache)
     assert torch.equal(y, 6 * x)
+
+
+def test_products_of_float32_say_how_they_are_rounded(twin_cache):
+    """The mode is a register of the core, which another kernel may have set."""
+    text = """
+#include "kernel_operator.h"
+using namespace AscendC;
+extern "C" void k(GM_ADDR x) {
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIC_ONLY);
+    TPipe pipe; TBuf<TPosition::A2> a; TBuf<TPosition::B2> b; TBuf<TPosition::CO1> c;
+    pipe.InitBuffer(a, 512); pipe.InitBuffer(b, 512); pipe.InitBuffer(c, 1024);
+    Mmad(c.Get<float>(), a.Get<float>(), b.Get<float>(), MmadParams(16, 16, 8, 0, false, true));
+}"""
+    with pytest.raises(KernelError, match="depends on SetHF32Mode, which nothing called"):
+        run_source(text, "k", 2201, [("x", 0, 0, True)], twin_cache)
 
 
 def test_vector_kernels_have_no_flags(twin_cache):

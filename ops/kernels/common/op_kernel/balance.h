@@ -23,8 +23,7 @@ struct Task {
     uint32_t row, part;  // the part-th of the row's equal tasks
 };
 
-// Rows that are planned; of more, tasks are so many for a core that they even out in turn.
-constexpr uint32_t MOST_ROWS = 128;
+// `most`: rows that are planned; of more, tasks are so many for a core that they even out in turn.
 constexpr uint32_t MOST_CORES = 128;
 
 // ---- a heap: the smallest of `count` words is the first ----
@@ -45,10 +44,11 @@ BALANCE_FUNCTION void Sink(uint64_t* words, uint32_t count, uint32_t at, uint64_
 }
 
 // Rows by what a task of theirs costs, the most first, earlier ones first among equals.
+template <uint32_t most>
 class ByCost {
 public:
     BALANCE_FUNCTION ByCost() {}
-    // `cost(row)`: of one task, less than 2^32; at most MOST_ROWS rows.
+    // `cost(row)`: of one task, less than 2^32; at most `most` rows.
     template <typename Cost>
     BALANCE_FUNCTION ByCost(uint32_t rows, Cost cost) : left(rows)
     {
@@ -71,7 +71,7 @@ public:
     }
 
 private:
-    uint64_t words[MOST_ROWS];
+    uint64_t words[most];
     uint32_t left = 0;
 };
 
@@ -100,6 +100,7 @@ private:
 };
 
 // Longest first: of tasks in falling order each goes to the core that has least, the first of equals.
+template <uint32_t most>
 class LongestFirst {
 public:
     BALANCE_FUNCTION LongestFirst() {}
@@ -131,7 +132,7 @@ public:
     }
 
 private:
-    ByCost order;
+    ByCost<most> order;
     uint64_t loads[MOST_CORES];
     uint32_t each = 1, cores = 1, core = 0, part = 0;
 };
@@ -141,15 +142,16 @@ private:
 #ifndef BALANCE
 #define BALANCE 1
 #endif
+template <uint32_t most>
 class Tasks {
 public:
     BALANCE_FUNCTION Tasks() {}
     template <typename Cost>
     BALANCE_FUNCTION Tasks(uint32_t rows, uint32_t each, uint32_t cores, uint32_t core, Cost cost)
-        : planned(BALANCE && rows <= MOST_ROWS)
+        : planned(BALANCE && rows <= most)
     {
         if (planned) {
-            longest = LongestFirst(rows, each, cores, core, cost);
+            longest = LongestFirst<most>(rows, each, cores, core, cost);
         } else {
             turn = InTurn(rows, each, cores, core);
         }
@@ -158,11 +160,12 @@ public:
 
 private:
     bool planned = false;
-    LongestFirst longest;
+    LongestFirst<most> longest;
     InTurn turn;
 };
 
 // Taken from a counter that all cores share, in falling order: a core that is done takes the next task.
+template <uint32_t most>
 class Taken {
 public:
     BALANCE_FUNCTION Taken() {}
@@ -185,7 +188,7 @@ public:
     }
 
 private:
-    ByCost order;
+    ByCost<most> order;
     uint64_t passed = 0;
     uint32_t each = 1;
 };

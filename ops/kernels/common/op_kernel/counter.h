@@ -41,6 +41,7 @@ private:
 };
 
 // Tasks from a counter, the longest first; the first of each core needs no counter. Cores may be no more than tasks.
+template <uint32_t most>
 class FromCounter {
 public:
     template <typename Cost>
@@ -56,7 +57,7 @@ public:
     }
 
 private:
-    Taken tasks;
+    Taken<most> tasks;
     Counter counter;
     bool first = true;
 };

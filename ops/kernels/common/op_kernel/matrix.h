@@ -28,6 +28,7 @@ public:
     // `loaded`: factors that L1 holds at once.
     __aicore__ inline void Init(AscendC::TPipe* pipe, uint32_t loaded)
     {
+        AscendC::SetHF32Mode(AscendC::HF32Mode::DISABLE);  // float32 as it is, whatever ran before
         pipe->InitBuffer(l1, loaded, OPERAND * sizeof(float));
         pipe->InitBuffer(l0a, 2, OPERAND * sizeof(float));
         pipe->InitBuffer(l0b, 2, OPERAND * sizeof(float));

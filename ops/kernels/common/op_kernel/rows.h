@@ -195,7 +195,18 @@ __aicore__ inline void LongSum(const LocalTensor<float>& sum, const LocalTensor<
     AscendC::WholeReduceSum<float>(sum, x, count, 1, 1, 1, 8);
 }
 
-// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up and may not be x or the numerator.
+// The largest of x[0], x[1], ... in most[0]; as LongSum.
+__aicore__ inline void LongMax(const LocalTensor<float>& most, const LocalTensor<float>& x, uint32_t count)
+{
+    while (count > LANES) {
+        const uint32_t half_count = RoundUp(count / 2, BLOCK);
+        AscendC::Max(x, x, x[half_count], count - half_count);
+        count = half_count;
+    }
+    AscendC::WholeReduceMax<float>(most, x, count, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+}
+
+// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up; it may be x, not the numerator.
 __aicore__ inline void TimesSigmoid(const LocalTensor<float>& y, const LocalTensor<float>& numerator,
                                     const LocalTensor<float>& x, const LocalTensor<float>& work, uint32_t count)
 {

@@ -4,10 +4,12 @@
 // state: the vector cores, one for each of two chunks, decay queries and keys, and take pairs within blocks of 16 tokens one
 // by one; the Cube takes pairs of blocks; the vector cores invert the unit triangle; the Cube does all that needs the state.
 // Tensors are read and written once. Between cores, and for results that are factors again, goes a workspace that stays in
-// the L2 cache (1.3 MB of a group at K = V = 128): A3 has no other way for float32.
+// the L2 cache (1.3 MB of a group at K = V = 128): A3 has no other way for float32, and from L0C to L1 the 950 leaves columns
+// of 16 floats, of which no factor is made.
 //
-// The Cube multiplies float32 by float32: both chips do, at half of bfloat16's rate on paper. A state in bfloat16 would be
-// 1e-3 off; splitting a float32 into three bfloat16 would take six products, and three times the workspace.
+// The Cube multiplies float32 by float32, as both chips do, at half of bfloat16's rate on paper. A state in bfloat16 would
+// be 1e-3 off; floats split into three bfloat16 each would take six products, three times as long, and half as much
+// workspace again.
 #include "kda_chunk_cube.h"
 #include "kda_chunk_vector.h"
 

@@ -17,7 +17,7 @@ constexpr uint32_t CHUNKS = 2;  // of a step: one for each vector core of a grou
 struct ChunkScratch {
     uint64_t query, key;              // decayed since the block's start; key times -beta
     uint64_t query_start, key_start;  // decayed since the chunk's start
-    uint64_t early;                   // for block I all earlier keys, decayed until its start: [16 I, key], one after another
+    uint64_t early;                   // for block I all earlier keys, decayed until its start: [16 I, key], in turn
     uint64_t write;                   // keys decayed until the chunk's end
     uint64_t value;                   // times beta
     uint64_t links;                   // [tokens, tokens], transposed: what a token's key takes from later ones, times -beta

@@ -39,7 +39,7 @@ public:
     {
         t = tiling;
         countsGm.SetGlobalBuffer((__gm__ int64_t*)counts);
-        tasks = balance::Tasks(t.batch, t.heads, AscendC::GetBlockNum(), group, Cost{countsGm});
+        tasks = Tasks(t.batch, t.heads, AscendC::GetBlockNum(), group, Cost{countsGm});
         from = count = 0;
     }
 
@@ -83,9 +83,11 @@ public:
     }
 
 private:
+    using Tasks = balance::Tasks<128>;
+
     KdaChunkTiling t;
     AscendC::GlobalTensor<int64_t> countsGm;
-    balance::Tasks tasks;
+    Tasks tasks;
     balance::Task task{};
     uint32_t from, count;  // of the task: its next token, and how many it has
 };

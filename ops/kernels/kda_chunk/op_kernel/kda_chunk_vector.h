@@ -14,7 +14,10 @@ using namespace AscendC;
 template <typename T>
 class Vector {
 public:
-    __aicore__ inline Vector(const KdaChunkTiling& tiling, TPipe* pipe) : t(tiling), pipe(pipe), at(ScratchOfChunk(tiling)) {}
+    __aicore__ inline Vector(const KdaChunkTiling& tiling, TPipe* pipe)
+        : t(tiling), pipe(pipe), at(ScratchOfChunk(tiling))
+    {
+    }
 
     __aicore__ inline void Init(GM_ADDR q, GM_ADDR k, GM_ADDR v, GM_ADDR decay, GM_ADDR beta, GM_ADDR memory,
                                 GM_ADDR slots, GM_ADDR lengths, GM_ADDR counts, GM_ADDR o, GM_ADDR scratch)

@@ -52,15 +52,20 @@ __aicore__ inline int64_t LastSeen(const SparseAttendTiling& t, const GlobalTens
     return token < count ? lengths.GetValue(row) - count + token : -1;
 }
 
-// What a part of a query costs, at most: the positions that it sees of those selected; without any it is about 16.
+// What a task costs, at most: the positions of its part that the query sees, as those selected come before what fills
+// the list up; without any it is about 16.
 struct Cost {
     const SparseAttendTiling& t;
     const GlobalTensor<int64_t>&lengths, &counts;
-    __aicore__ inline uint32_t operator()(uint32_t query) const
+    __aicore__ inline uint32_t operator()(uint32_t index) const
     {
-        const int64_t seen = LastSeen(t, lengths, counts, query) + 1;
-        return uint32_t(seen < t.room ? seen : t.room) / t.parts + 16;
+        const Task task = TaskOf(t, index);
+        const int64_t seen = LastSeen(t, lengths, counts, task.query) + 1;
+        const int64_t end = seen < task.end ? seen : task.end;
+        return (end > task.begin ? uint32_t(end - task.begin) : 0) + 16;
     }
 };
+
+using Tasks = balance::Tasks<512>;
 
 }  // namespace sparse

@@ -57,9 +57,9 @@ public:
     __aicore__ inline void Process()
     {
         Begin();
-        balance::Tasks tasks(t.queries, t.parts, GetBlockNum(), GetBlockIdx(), Cost{t, lengthsGm, countsGm});
-        for (balance::Task task; tasks.Next(task);) {
-            Attend(TaskOf(t, task.row * t.parts + task.part));
+        Tasks tasks(t.queries * t.parts, 1, GetBlockNum(), GetBlockIdx(), Cost{t, lengthsGm, countsGm});
+        for (balance::Task next; tasks.Next(next);) {
+            Attend(TaskOf(t, next.row));
         }
         End();
     }

@@ -70,15 +70,14 @@ public:
     __aicore__ inline void Process()
     {
         const uint32_t groups = GetBlockNum(), group = GetBlockIdx() / GetSubBlockNum();
-        balance::Tasks tasks(t.queries, t.parts, groups, group, Cost{t, lengthsGm, countsGm});
+        Tasks tasks(t.queries * t.parts, 1, groups, group, Cost{t, lengthsGm, countsGm});
         for (balance::Task next; tasks.Next(next);) {
-            const uint32_t i = next.row * t.parts + next.part;
-            const Task task = TaskOf(t, i);
+            const Task task = TaskOf(t, next.row);
             Attend(task);
             if (t.parts == 1) {
                 Finish(task.query);
             } else {
-                Keep(i);
+                Keep(next.row);
             }
         }
         if (t.parts > 1) {

@@ -125,6 +125,8 @@ struct MmadParams {
 #endif
 };
 
+enum class HF32Mode { ENABLE, DISABLE };
+
 enum class CO2Layout : uint8_t { NZ, ROW_MAJOR, COLUMN_MAJOR };
 
 struct FixpipeConfig {
@@ -356,6 +358,13 @@ void LoadDataWithTranspose(const LocalTensor<T>& dst, const LocalTensor<T>& src,
     twin::Here().counters.cost += p.repeatTimes * COUNT;
 }
 
+// What a core's register says before is not documented: products of float32 need it set.
+inline void SetHF32Mode(HF32Mode mode)
+{
+    if (mode != HF32Mode::DISABLE) twin::Refuse("SetHF32Mode: the twin multiplies float32 as it is");
+    twin::Here().exact = true;
+}
+
 // dst [m, n] = (or, without cmatrixInitVal, +=) fm [m, k] filter [k, n].
 template <typename T, typename U, typename S>
 void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter, const MmadParams& p)
@@ -378,6 +387,8 @@ void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor
 #endif
     if (gemv) twin::Refuse("Mmad: one row is read as a vector, not as fractals; take at least two");
     twin::Issue(twin::PIPE_OF_M);
+    if (std::is_same_v<U, float> && !twin::Here().exact)
+        twin::Refuse("Mmad: whether float32 is rounded first depends on SetHF32Mode, which nothing called");
     constexpr uint32_t C0 = twin::BLOCK / sizeof(U);
     const uint32_t rows = (m + 15) / 16, columns = (n + 15) / 16;
     const uint32_t deep = p.kDirectionAlign ? (k + 15) / 16 * 16 / C0 : (k + C0 - 1) / C0;

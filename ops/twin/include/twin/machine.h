@@ -168,6 +168,7 @@ struct Core {
     Clock now[PIPES]{};
     std::vector<Heard> heard;
     std::deque<News> flags_across[FLAGS];
+    bool exact = false;    // SetHF32Mode(DISABLE)
     int64_t product = -1;  // where in L0C the last matrix product went, if no barrier came after it
     Space space[SPACES];
     std::vector<Buffer> buffers;  // never grows past its capacity: tensors point into it
