@@ -33,7 +33,7 @@ from .executor.node import Edge
 from .ge_proto import ModelDef, OpDef, describe, set_attr, split_edge
 from .golden import Case, read_golden
 from .hosts import _many
-from .localise import Finding, difference, differs, first_difference
+from .localise import Finding, difference, differs, first_difference, locate
 from .manifest import target_of
 from .sides import Recorded, Sides, Stage
 from .verify import native_tolerance
@@ -179,7 +179,7 @@ def bring_up(
             report.outcomes.append(Outcome(step.key, step.title, "failed", seconds))
             report.problem = str(found)
             report.finding = found if isinstance(found, Finding) else None
-            report.advice = _advice(step.key, report.finding)
+            report.advice = _advice(bundle, report.finding)
             break
     if out is not None:
         (out / f"{REPORT}.md").write_text(report.markdown())
@@ -187,18 +187,21 @@ def bring_up(
     return report
 
 
-def _advice(key: str, finding: Finding | None) -> str:
+def _advice(bundle: Bundle, finding: Finding | None) -> str:
     if finding is None:
         return "Look at the machine first: the runbook of `kimi-graph deploy` says what has to be there."
     if finding.weight:
-        return f"Look at how weights are bound: {finding.weight} is not this rank's part (`kimi-graph weights "
-        "--verify`)."
+        how = "kimi-graph weights --verify reads what was written again"
+        return f"Look at how weights are bound: {finding.weight} is not this rank's part; {how}."
     if finding.type == "group":
         return "Look at the rank table and at ge.exec.hcomGrouplist: every rank has to list a group's ranks alike."
     if finding.type.startswith("Hcom"):
         return f"Look at HCCL: {finding.type} of {finding.node} gave something else than its group's ranks gave it."
-    return f"To go on without the operator: kimi-graph compile ... --avoid {finding.type}; it is taken from another "
-    "provider."
+    if any(choice["operator"] == finding.type for choice in bundle.manifest["choices"]):
+        return (
+            f"To go on without the operator: kimi-graph compile ... --avoid {finding.type}; the next provider serves."
+        )
+    return f"{finding.type} was no choice, nobody else serves it: share the report with who supports the machine."
 
 
 @dataclass
@@ -355,7 +358,7 @@ class _Trial:
         prefix = f"layers.{index}."
         stage = next(s for s in self._stages(phase) if any(n.startswith(prefix) for n in _names(s)))
         jobs = {rank: _part(run, prefix) for rank, run in stage.items()}
-        return first_difference(self.device, jobs, self.sides.groups)
+        return locate(self.device, jobs, self.sides.groups)
 
     def _stages(self, phase: str) -> list[Stage]:
         stages = [g.get("stage", 0) for g in self.bundle.manifest["graphs"] if g["phase"] == phase]
@@ -363,7 +366,7 @@ class _Trial:
 
     def stage(self, phase: str, stage: int) -> Finding | None:
         jobs = {rank: run.job for rank, run in self.recorded(phase, stage).items()}
-        return first_difference(self.device, jobs, self.sides.groups)
+        return locate(self.device, jobs, self.sides.groups)
 
     def ranks(self) -> Finding | None:
         """All steps, with the device's own states and with what its stages give each other."""

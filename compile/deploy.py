@@ -45,6 +45,7 @@ from .order import COLLECTIVE
 from .places import bind_rank, group_of, placed_groups
 from .rank_tables import Communicator, builds_clusters, cluster_files, communicators, rank_table, table_version
 from .runbook import runbook
+from .scratch import scratch_bytes
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
 from .written import Written, open_written
@@ -52,6 +53,7 @@ from .written import Written, open_written
 LOADER = Path(__file__).parent / "data" / "loader"
 DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
+BUFFER_MIB, RUNTIME = 200, 2 << 30  # HCCL_BUFFSIZE unless set; what the runtime takes of a die (assumed)
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
 
@@ -106,6 +108,38 @@ class Deployment:
         """What HCCL_BUFFSIZE has to be for rows that go to their experts; 0: HCCL's default will do."""
         ops = [op for m in self.models.values() for op in m.graph[0].op if op.type == "MoeDistributeDispatchV2"]
         return max(map(_buffer_mib, ops), default=0)
+
+    @functools.cached_property
+    def scratch(self) -> dict[str, int]:
+        """Work memory of each graph, bytes."""
+        return {name: scratch_bytes(model) for name, model in self.models.items()}
+
+    def held(self, stage: int) -> dict[str, int]:
+        """What a rank of a stage needs of its die, by what for; graphs share their work memory."""
+        memory = self.bundle.manifest["memory"]
+        own = memory.get("stages", [memory])[stage]
+        groups = len(self.groups_of(stage * self.mesh.stage.world))
+        return {
+            "weights": own["weights"],
+            "states": own["states"],
+            "scratch": max(self.scratch[g["name"]] for g in self.graphs_of(stage)),
+            "HCCL": groups * 2 * max(BUFFER_MIB, self.buffer_mib) << 20,
+            "runtime": RUNTIME,
+        }
+
+    def check_memory(self) -> None:
+        """Raises DeployError where a rank does not fit its die: nothing is compiled on the hosts to find that out."""
+        die = self.bundle.manifest["memory"]["die"]
+        for stage in range(self.mesh.pipe):
+            held = self.held(stage)
+            if (need := sum(held.values())) > die:
+                parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in held.items())
+                largest = max(self.graphs_of(stage), key=lambda g: self.scratch[g["name"]])["name"]
+                raise DeployError(
+                    f"{self.bundle.folder}: a rank of stage {stage} needs {need / 2**30:,.2f} GiB ({parts}; scratch is "
+                    f"that of {largest}), a die of {self.target.name} has {die / 2**30:,.2f}. More ranks hold less of "
+                    "weights each, a shorter --chunk or fewer rows need less scratch."
+                )
 
     def summary_json(self) -> dict[str, Any]:
         """For programs, and for `bringup`: who runs where."""
@@ -208,6 +242,7 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
         found = LOCAL if hosts is None else read_hosts(hosts, target, mesh.world, str(mesh))
         d = Deployment(bundle, found, target, cann, models, mesh)
         _check_place(out, folder)
+        d.check_memory()
         with new_folder(out) as work:
             for name, data in _files(d, out):
                 (work / name).parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from kimi_graph.compile.device import CpuDevice, Job
 from kimi_graph.compile.executor import Executor
 from kimi_graph.compile.faults import KINDS, Fault, FaultyDevice, draw
 from kimi_graph.compile.golden import INDEX, read_golden, write_golden
-from kimi_graph.compile.localise import difference, differs
+from kimi_graph.compile.localise import difference, differs, first_difference, locate
 from kimi_graph.compile.npu_device import open_device
 from kimi_graph.errors import BundleError, DeployError, VerifyError
 from kimi_graph.ops.twin import compiler
@@ -53,11 +53,11 @@ def said(folder):
     return rehearsal(open_bundle(folder)).facts()
 
 
-def try_faults(folder, known, runs, said, count, seed):
-    """Bring up devices with faults of every kind; those of which the wrong operator or rank was named."""
+def try_faults(folder, known, runs, said, count, seed, kinds=KINDS):
+    """Bring up devices with faults of some kinds; those of which the wrong operator or rank was named."""
     draws, missed = random.Random(seed), []
     for i in range(count):
-        fault = draw(draws, runs, known.sides.groups, KINDS[i % len(KINDS)])
+        fault = draw(draws, runs, known.sides.groups, kinds[i % len(kinds)])
         report = bring_up(folder, FaultyDevice(said, fault), known=known)
         if report.finding is None or not fault.found_by(report.finding):
             missed.append((fault, report.problem))
@@ -94,11 +94,12 @@ def test_faults_are_found_where_they_are(folder, known, runs, said):
 
 
 @pytest.mark.heavy
-def test_of_240_faults_of_every_kind_95_in_100_are_found_where_they_are(folder, known, runs, said):
-    missed = try_faults(folder, known, runs, said, 240, seed=0)
-    print(f"\n{240 - len(missed)} of 240 faults found at the right operator and rank", *missed, sep="\n")
-    print(Counter(fault.kind for fault, _ in missed))
-    assert len(missed) <= 12
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_40_faults_of_a_kind_95_in_100_are_found_where_they_are(folder, known, runs, said, kind):
+    missed = try_faults(folder, known, runs, said, 40, seed=0, kinds=(kind,))
+    print(f"\n{kind}: {40 - len(missed)} of 40 faults found at the right operator and rank", *missed, sep="\n")
+    assert len(missed) <= 2
 
 
 def broken(kind, **where):
@@ -119,13 +120,29 @@ def test_a_finding_says_what_would_explain_it(folder, known, said, fault, words)
     assert report.outcomes[-1].title == "layer 1 (kda and moe), decode"
     assert (report.finding.node, report.finding.type, report.finding.ranks) == ("layers.1.kda/MatMul", "MatMul", (1,))
     assert report.finding.why == words
-    assert "--avoid MatMul" in report.advice
+    assert report.advice.startswith("MatMul was no choice, nobody else serves it")
 
 
 def test_a_kernel_that_is_wrong_is_found_by_its_golden_case(folder, known, said):
-    report = bring_up(folder, FaultyDevice(said, broken("wrong scale", factor=1.1, everywhere=True)), known=known)
-    assert report.outcomes[-1].title == "operator MatMul (MatMul_0)"
-    assert (report.finding.type, report.finding.ranks) == ("MatMul", (1,))
+    fault = Fault(kind="wrong scale", rank=1, type="GatedRmsNorm", factor=1.1, everywhere=True)
+    report = bring_up(folder, FaultyDevice(said, fault), known=known)
+    assert report.outcomes[-1].title == "operator GatedRmsNorm (GatedRmsNorm_0)"
+    assert (report.finding.type, report.finding.ranks) == ("GatedRmsNorm", (1,))
+    assert "--avoid GatedRmsNorm; the next provider serves" in report.advice
+
+
+def test_a_wrong_value_that_stops_a_later_operator_is_found_where_it_is_made(folder, known, said):
+    node = "layers.1.moe/MoeInitRoutingV3"
+    fault = Fault(kind="wrong dtype", rank=1, graph="prefill", node=node, type="MoeInitRoutingV3")
+    runs = [r for _, _, stages in known.played for s in stages for r in s.values() if r.values]
+    jobs = {r.rank: r.job for r in runs if r.phase == "prefill" and r.stage == 0}
+    device = FaultyDevice(said, fault)
+    with pytest.raises(BundleError, match="MoeFinalizeRoutingV2"):
+        first_difference(device, jobs, known.sides.groups)
+    found = locate(device, jobs, known.sides.groups)
+    assert (found.node, found.ranks) == (node, (1,))
+    with pytest.raises(VerifyError, match=r"^embed/\w+: EZ9999: no kernel"):
+        locate(Refusing(said), jobs, known.sides.groups)
 
 
 def test_ranks_that_have_each_others_weights_are_told(folder, known, said):

@@ -126,7 +126,6 @@ private:
         for (uint32_t from = 0; from < tokens; from += ROWS) {
             Block(first + uint64_t(from) * t.heads, from, rows::Least(ROWS, tokens - from), size, links);
         }
-        Await<HardEvent::V_MTE3>();
         DataCopy(scratchGm[here + at.write], early, size * t.key);
         LocalTensor<float> diagonal = out.template AllocTensor<float>();
         for (uint32_t c = 0; c < t.key; c += ROWS) {
@@ -142,7 +141,6 @@ private:
     {
         Await<HardEvent::MTE3_V>();  // the last block's keys and scores are out
         if (from) {
-            Await<HardEvent::V_MTE3>();
             DataCopy(scratchGm[here + at.early + from / ROWS * (from - ROWS) / 2 * t.key], early, from * t.key);
         }
         Read(first, from, real);
@@ -156,15 +154,14 @@ private:
         rows::TimesEach(k, k, minusEach, real, t.key);
         SendSince(k, at.key, at.key_start, from);
         const LocalTensor<float> whole = keep[(real - 1) * t.key];
-        Await<HardEvent::MTE3_V>();
-        if (from) {
+        if (from) {  // earlier keys are out: buffers that were sent after them have come back
             Mul(since, since, whole, t.key);
             rows::TimesRow(early, early, whole, from, t.key);
         } else {
             Muls(since, whole, 1.0f, t.key);
         }
         Muls(early[from * t.key], moved, 1.0f, wide);
-        Await<HardEvent::V_MTE3>();
+        Await<HardEvent::V_MTE3>();  // for the keys, too, of which the next block or the chunk's end sends copies
         DataCopy(scratchGm[here + at.scores + from * size], scores, ROWS * size);
     }
 
