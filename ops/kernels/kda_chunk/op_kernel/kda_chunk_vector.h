@@ -37,8 +37,6 @@ public:
         oGm.SetGlobalBuffer((__gm__ T*)o);
         const uint64_t size = ScratchOfGroup(t).size;
         scratchGm.SetGlobalBuffer((__gm__ float*)scratch + group * size, size);
-        firstTask = steps.task;
-        lastTask = steps.last;
         wide = ROWS * t.key;
         Buffers();
     }
@@ -295,10 +293,11 @@ private:
         DataCopy(scratchGm[here + at.inverse], inverse, size * size);
     }
 
-    // Results of padding, and states of rows that have neither tokens now nor had any: the two cores take turns.
+    // Results of padding, and states of rows that have neither tokens now nor had any: all vector cores take turns.
     __aicore__ inline void Zeros()
     {
-        for (uint64_t task = firstTask + me; task < lastTask; task += GetSubBlockNum()) {
+        const uint64_t tasks = uint64_t(t.batch) * t.heads, cores = GetBlockNum() * GetSubBlockNum();
+        for (uint64_t task = GetBlockIdx(); task < tasks; task += cores) {
             const uint32_t row = task / t.heads, head = task % t.heads, count = countsGm.GetValue(row);
             if (count < t.tokens) {
                 LocalTensor<T> zeros = out.template AllocTensor<T>();
@@ -339,7 +338,7 @@ private:
     const ChunkScratch at;
     Steps steps;
     uint32_t me = 0, wide = 0;  // floats of a block of keys
-    uint64_t here = 0, firstTask = 0, lastTask = 0;
+    uint64_t here = 0;
     GlobalTensor<T> qGm, kGm, vGm, oGm;
     GlobalTensor<float> decayGm, betaGm, memoryGm, scratchGm;
     GlobalTensor<int32_t> slotsGm;
