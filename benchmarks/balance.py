@@ -11,7 +11,8 @@ lognormal and one-long-many-short lengths, two drawings of each:
 The busiest core is printed over the mean of its kind: bytes (of a group), vector work in units of 256 bytes, products
 of the Cube. `gained` is what the busiest core has less to do than in turn (products where there are any); `at most`
 what it could be, as one task is never split: one core has the longest task, and one at least the mean, which whole
-tasks need not reach. Planned, the busiest core may have 1.25 times that.
+tasks need not reach (few queries are split into parts, which may do better than the longest query). Planned, the
+busiest core may have 1.25 times that.
 
     python benchmarks/balance.py [--arch 2201|3510]
 """
