@@ -49,8 +49,13 @@ class Side:
     counted: bool = False
 
     def __add__(self, other: "Side") -> "Side":
-        sums = (getattr(self, n) + getattr(other, n) for n in ("bytes", "busiest", "work", "launches"))
-        return Side(*sums, self.counted or other.counted)
+        return Side(
+            self.bytes + other.bytes,
+            self.busiest + other.busiest,
+            self.work + other.work,
+            self.launches + other.launches,
+            self.counted or other.counted,
+        )
 
 
 @dataclass(frozen=True)

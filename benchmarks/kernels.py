@@ -3,9 +3,10 @@
 Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
 read and write, the workspace that goes between them included; `tensors` leaves the workspace out, as if the L2 cache
 kept it; `touched` counts each byte of a tensor once, as if the cache kept what a second core reads, too. A kernel may
-move 1.05 times the minimum, SparseAttend 1.3 times. Where few cores would meet that and many are faster, `touched` has
-to (AttnResMix with few tokens). Of SparseAttend with fewer queries than cores, or with so many heads that scores are as
-large as the rows, it is `tensors`. Of KdaChunk it is, too: its Cube takes float32 factors that are no inputs, and on A3
+move 1.05 times the minimum, SparseAttend 1.3 times. Where every core reads a weight that is large beside its few rows,
+`touched` has to (GatedRmsNorm, ResidualNormGate). Of SparseAttend with fewer queries than cores, or with so many heads
+that scores are as large as the rows, it is `tensors`. Of KdaChunk
+it is, too: its Cube takes float32 factors that are no inputs, and on A3
 what a vector core makes or a product leaves reaches the Cube through memory alone. A group of cores uses the same
 1.3 MB again and again: 31 MB of all groups beside 192 MB of L2 on A3, 47 MB beside 128 MB on 950. On vector cores alone
 nothing goes there, and they have four to twelve times the work.
@@ -51,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=list(ARCHES), help="default: both")
     args = parser.parse_args()
-    head = f"{'kernel':15}{'shape':30}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'tensors':>9}{'touched':>9}"
+    head = f"{'kernel':19}{'shape':30}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'tensors':>9}{'touched':>9}"
     print(head + f"{'busiest: bytes, vector, Cube':>32}")
     missed, kept = 0, {"moved": 0, "tensors": 0, "touched": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +77,7 @@ def report(case: Case, arch: int, run: Run) -> bool:
     groups = [sum(each[i : i + size]) for i in range(0, len(each), size)]
     vectors = [r for r, cube in zip(c.repeats, c.cube, strict=True) if not cube]
     cubes = [p for p, cube in zip(c.products, c.cube, strict=True) if cube]
-    line = f"{case.kernel:15}{case.shape:30}{arch:5}{run.cores:6}{case.least:13,}{ratio['moved']:7.3f}"
+    line = f"{case.kernel:19}{case.shape:30}{arch:5}{run.cores:6}{case.least:13,}{ratio['moved']:7.3f}"
     line += f"{ratio['tensors']:9.3f}{ratio['touched']:9.3f}"
     line += "".join(f"{max(x) * len(x) / sum(x):9.2f} x" if any(x) else f"{'-':>11}" for x in (groups, vectors, cubes))
     print(line, flush=True)
@@ -102,10 +103,16 @@ def cases() -> Iterator[Case]:
         yield sparse_attend(2, 36, heads, 600, 512)
     for sources, tokens in ((9, 512), (5, 512), (2, 512), (9, 33), (9, 1)):
         yield attn_res_mix(sources, tokens)
+    for sources, tokens in ((9, 512), (9, 33), (9, 1)):
+        yield attn_res_mix(sources, tokens, chained=True)
+    for rows in (1, 33, 512):
+        yield residual_norm_gate(rows)
     for rows in (1, 33, 512):
         gate, up = torch.randn(rows, 3072).to(BF16), torch.randn(rows, 3072).to(BF16)
         attrs = {"beta": 4.0, "linear_beta": 25.0}
         yield Case("situ_mul", f"{rows} x 3072", {"gate": gate, "up": up}, size(gate, up, up), attrs)
+        least = size(gate, up) + up.numel() + 4 * rows
+        yield Case("situ_mul_quant", f"{rows} x 3072", {"gate": gate, "up": up}, least, attrs)
     for rows in (12, 396, 6144):
         x, gate, weight = torch.randn(rows, 128).to(BF16), torch.randn(rows, 128).to(BF16), torch.randn(128)
         inputs = {"x": x, "gate": gate, "weight": weight}
@@ -167,14 +174,28 @@ def sparse_attend(rows: int, tokens: int, heads: int, seen: int, selected: int, 
     return Case("sparse_attend", shape, inputs, least, {"scale": 192**-0.5}, judged, 1.3)
 
 
-def attn_res_mix(sources: int, tokens: int, width: int = 7168) -> Case:
-    """The mix of a site over stored blocks and the running sum."""
-    values = [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)]
-    norm, query = torch.randn(width).to(BF16), torch.randn(width).to(BF16)
+def attn_res_mix(sources: int, tokens: int, *, chained: bool = False, width: int = 7168) -> Case:
+    """The mix of a site over stored blocks and the running sum; chained: that sum is made here, and a norm after it."""
+    values, addend = (
+        [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)],
+        torch.randn(1, tokens, width).to(BF16),
+    )
+    norm, query, gain = (torch.randn(width).to(BF16) for _ in range(3))
     inputs = {"sources": values, "norm": norm, "query": query}
-    shape = f"{sources} sources, {tokens} tokens"
-    judged = "touched" if tokens < 128 else "moved"
-    return Case("attn_res_mix", shape, inputs, size(*values, values[0], norm, query), {"eps": 1e-5}, judged)
+    attrs, least, shape = {"eps": 1e-5}, size(*values, values[0], norm, query), f"{sources} sources, {tokens} tokens"
+    if chained:
+        inputs |= {"addend": addend, "gain": gain}
+        attrs["norm_eps"] = 1e-5
+        least, shape = least + size(addend, addend, gain), f"{shape}, chained"
+    return Case("attn_res_mix", shape, inputs, least, attrs)
+
+
+def residual_norm_gate(rows: int, width: int = 7168) -> Case:
+    """A residual's sum and its norm."""
+    x, residual, weight = torch.randn(rows, width).to(BF16), torch.randn(rows, width).to(BF16), torch.randn(width)
+    inputs = {"x": x, "residual": residual, "weight": weight.to(BF16)}
+    least = size(x, x, residual, residual, inputs["weight"])
+    return Case("residual_norm_gate", f"{rows} x {width}", inputs, least, {"eps": 1e-5}, "touched")
 
 
 if __name__ == "__main__":

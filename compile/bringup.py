@@ -33,7 +33,7 @@ from .executor.node import Edge
 from .ge_proto import ModelDef, OpDef, describe, set_attr, split_edge
 from .golden import Case, read_golden
 from .hosts import _many
-from .localise import Finding, difference, differs, first_difference
+from .localise import Finding, difference, differs, first_difference, locate
 from .manifest import target_of
 from .sides import Recorded, Sides, Stage
 from .verify import native_tolerance
@@ -358,7 +358,7 @@ class _Trial:
         prefix = f"layers.{index}."
         stage = next(s for s in self._stages(phase) if any(n.startswith(prefix) for n in _names(s)))
         jobs = {rank: _part(run, prefix) for rank, run in stage.items()}
-        return first_difference(self.device, jobs, self.sides.groups)
+        return locate(self.device, jobs, self.sides.groups)
 
     def _stages(self, phase: str) -> list[Stage]:
         stages = [g.get("stage", 0) for g in self.bundle.manifest["graphs"] if g["phase"] == phase]
@@ -366,7 +366,7 @@ class _Trial:
 
     def stage(self, phase: str, stage: int) -> Finding | None:
         jobs = {rank: run.job for rank, run in self.recorded(phase, stage).items()}
-        return first_difference(self.device, jobs, self.sides.groups)
+        return locate(self.device, jobs, self.sides.groups)
 
     def ranks(self) -> Finding | None:
         """All steps, with the device's own states and with what its stages give each other."""

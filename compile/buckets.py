@@ -110,9 +110,8 @@ class Buckets:
             lines.append(
                 f"batch     {full:,} sequences of that length; pages for {most:,} up to {self._longest(most):,} tokens"
             )
-        return "\n".join(
-            [*lines, *([""] if self.served else []), *(s.text() for s in self.served if s.gear is not None)]
-        )
+        served = [s.text() for s in self.served if s.gear is not None]
+        return "\n".join([*lines, *([""] if served else []), *served])
 
     def _gear_lines(self) -> Iterator[str]:
         for g in self.gears:
@@ -176,7 +175,8 @@ def serve(gears: Sequence[Gear], room: Room, phase: str, batch: int, length: int
         return Served(phase, None, 0, why)
     assert gear is not None
     if phase == "decode":
-        free = f", {gear.rows - batch:,} rows are nobody's" if gear.rows > batch else ""
+        more = gear.rows - batch
+        free = f", {more:,} {'row is' if more == 1 else 'rows are'} nobody's" if more else ""
         return Served(phase, gear, 1, f"one token a step, up to length {length:,}{free}")
     steps = -(-length // gear.tokens)
     return Served(phase, gear, steps, f"a prompt of {length:,} tokens takes {steps:,} steps of {gear.tokens:,}")

@@ -25,6 +25,8 @@ from typing import Any
 from kimi_graph.errors import BundleError
 from kimi_graph.files import new_folder
 
+from .schema import check
+
 FORMAT = 4
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
@@ -183,6 +185,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh", "kernels"} - set(manifest)
     ):
         raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
+    check(manifest, "manifest", folder / MANIFEST)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise BundleError(f"{weights}: missing; the bundle is incomplete.")

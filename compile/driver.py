@@ -25,6 +25,7 @@ from kimi_graph.ops.kernel_project import operators, project_files
 from kimi_graph.parallel import Mesh, Rules
 
 from . import air, bundle, constants
+from .at_load import bucket_entries, left_to_do
 from .caches import check_kv_dtype, quantise_caches
 from .capture import Captured
 from .checks import check_graph
@@ -722,7 +723,7 @@ def make_manifest(
         state = shared_states(layout, request.kv_dtype, b, state)
     project = {name: data for name, data in files.items() if name.startswith(f"{bundle.KERNELS}/")}
     entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
-    return {
+    manifest = {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": arranged(c).fingerprint, "config": c.source},
@@ -735,6 +736,7 @@ def make_manifest(
         "state": state,
         "mesh": None if layout is None else mesh_entry(layout, zip(entries, [g.model for g in graphs], strict=True)),
         "memory": memory_entry(weights, state, entries, request.target.memory_bytes),
+        "buckets": bucket_entries(entries),
         "graphs": entries,
         "choices": [
             {"graph": g.name, "part": part, **asdict(choice)}
@@ -747,6 +749,8 @@ def make_manifest(
         "assumptions": list(c.assumptions),
         "unproved": unproved(graphs),
     }
+    generated = json.loads(files[bundle.WEIGHTS])["generated"]
+    return manifest | {"at_load": left_to_do(manifest, generated, constants=request.constants)}
 
 
 def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -95,16 +95,15 @@ class Expected:
         manifest = bundle.manifest
         if self.model is not None:
             check_model(bundle, load_config(self.model), self.model)
-        for field, option, found, expected in (
-            ("target.name", "--target", manifest["target"]["name"], self.target),
-            ("target.cann", "--cann", manifest["target"]["cann"], self.cann),
-            ("mesh", "--mesh", _mesh(None if manifest["mesh"] is None else manifest["mesh"]["text"]), self._mesh()),
+        mesh = None if manifest["mesh"] is None else manifest["mesh"]["text"]
+        for field, found, expected in (
+            ("target.name", manifest["target"]["name"], self.target),
+            ("target.cann", manifest["target"]["cann"], self.cann),
+            ("mesh", _mesh(mesh), self._mesh()),
         ):
             if expected is not None and expected != found:
-                raise BundleError(
-                    f"{bundle.folder / MANIFEST}: {field} is {found}, expected {expected}: compile it for {option} "
-                    f"{expected}, or load it where {found} is."
-                )
+                where = bundle.folder / MANIFEST
+                raise BundleError(f"{where}: {field} is {found}, expected {expected}; compile it again for that.")
         return ", ".join(f"{name} {value}" for name, value in asdict(self).items() if value is not None)
 
     def _mesh(self) -> str | None:

@@ -150,7 +150,7 @@ def _graphs(files: Files, torchair: Path | None) -> str:
     for name, model in files.models.items():
         ops = model.graph[0].op
         nodes += len(ops)
-        weights = {op.name for op in ops if is_weight(op)}
+        weights = {op.name for op in ops if is_weight(op) and op.type == "Data"}
         states = {op.name for op in ops if op.type == "RefData"}
         try:
             check_graph(model, profile, prototypes, weights=weights, states=states)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph.errors import BundleError, KimiGraphError
+from kimi_graph.errors import BundleError, KimiGraphError, VerifyError
 
-from .cut import computing, parsed, probed, probes
+from .cut import computing, cut, parsed, probed, probes
 from .device import Device, Groups, Job, Ran
 from .executor import Node
 from .executor.graph import Graph
@@ -127,6 +127,41 @@ def first_difference(device: Device, jobs: Mapping[int, Job], groups: Groups) ->
         if (found := check.finding()) is not None:
             return found
     return None
+
+
+def locate(device: Device, jobs: Mapping[int, Job], groups: Groups) -> Finding | None:
+    """`first_difference`; where the device refuses to run the graph, of as much of it as it runs.
+
+    A wrong value may stop a later operator, an index say, before anybody sees what was wrong.
+
+    Raises:
+        KimiGraphError: what runs is right; the node that does not run is named.
+    """
+    try:
+        return first_difference(device, jobs, groups)
+    except KimiGraphError as error:
+        why = error
+        order = [node.name for node in computing(parsed(next(iter(jobs.values())).model))]
+        runs, fails = 0, len(order)
+        while fails - runs > 1:
+            middle = (runs + fails) // 2
+            kept = set(order[:middle])
+            try:
+                found = first_difference(device, {r: _prefix(job, kept) for r, job in jobs.items()}, groups)
+            except KimiGraphError as other:
+                fails, why = middle, other
+            else:
+                if found is not None:
+                    return found
+                runs = middle
+        raise VerifyError(f"{order[fails - 1]}: {why}") from why
+
+
+def _prefix(job: Job, names: set[str]) -> Job:
+    """A graph's first nodes, with what they read."""
+    model = cut(job.model, names, job.model.graph[0].name).model
+    graph = parsed(model)
+    return Job(model, {n: job.inputs[n] for n in graph.inputs}, {n: job.states[n] for n in graph.states})
 
 
 def _values(graph: Graph, job: Job, ran: Ran, edges: Sequence[Edge]) -> Values:

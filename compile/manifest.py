@@ -20,6 +20,7 @@ from kimi_graph.parallel.placement import place
 from kimi_graph.spec import ParamSpec
 
 from . import caches, mesh_manifest, recipe
+from .at_load import bucket_entries, left_to_do
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .meshes import Layout, layout_of
@@ -287,6 +288,10 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
     _check_plan(bundle, config, models.values(), layout)
+    _compare(where, "buckets", manifest["buckets"], bucket_entries(manifest["graphs"]))
+    constants = "constants" in manifest["weights"]
+    todo = left_to_do(manifest, bundle.weights["generated"], constants=constants)
+    _compare(where, "at_load", manifest["at_load"], todo)
     types = {op.type for model in models.values() for op in model.graph[0].op}
     _check_kernels(where, manifest["kernels"], own_types(types))
     needed = packages_of(types)

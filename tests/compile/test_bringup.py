@@ -19,7 +19,7 @@ from kimi_graph.compile.device import CpuDevice, Job
 from kimi_graph.compile.executor import Executor
 from kimi_graph.compile.faults import KINDS, Fault, FaultyDevice, draw
 from kimi_graph.compile.golden import INDEX, read_golden, write_golden
-from kimi_graph.compile.localise import difference, differs
+from kimi_graph.compile.localise import difference, differs, first_difference, locate
 from kimi_graph.compile.npu_device import open_device
 from kimi_graph.errors import BundleError, DeployError, VerifyError
 from kimi_graph.ops.twin import compiler
@@ -129,6 +129,20 @@ def test_a_kernel_that_is_wrong_is_found_by_its_golden_case(folder, known, said)
     assert report.outcomes[-1].title == "operator GatedRmsNorm (GatedRmsNorm_0)"
     assert (report.finding.type, report.finding.ranks) == ("GatedRmsNorm", (1,))
     assert "--avoid GatedRmsNorm; the next provider serves" in report.advice
+
+
+def test_a_wrong_value_that_stops_a_later_operator_is_found_where_it_is_made(folder, known, said):
+    node = "layers.1.moe/MoeInitRoutingV3"
+    fault = Fault(kind="wrong dtype", rank=1, graph="prefill", node=node, type="MoeInitRoutingV3")
+    runs = [r for _, _, stages in known.played for s in stages for r in s.values() if r.values]
+    jobs = {r.rank: r.job for r in runs if r.phase == "prefill" and r.stage == 0}
+    device = FaultyDevice(said, fault)
+    with pytest.raises(BundleError, match="MoeFinalizeRoutingV2"):
+        first_difference(device, jobs, known.sides.groups)
+    found = locate(device, jobs, known.sides.groups)
+    assert (found.node, found.ranks) == (node, (1,))
+    with pytest.raises(VerifyError, match=r"^embed/\w+: EZ9999: no kernel"):
+        locate(Refusing(said), jobs, known.sides.groups)
 
 
 def test_ranks_that_have_each_others_weights_are_told(folder, known, said):

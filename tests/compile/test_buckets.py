@@ -33,7 +33,7 @@ def test_a_request_gets_a_graph_of_each_phase_and_its_steps(bundle):
     found = buckets_of(bundle, batch=1, length=40)
     assert text(found)[-2:] == [
         "prefill prefill_b2_t16: a prompt of 40 tokens takes 3 steps of 16",
-        "decode decode_b2: one token a step, up to length 40, 1 rows are nobody's",
+        "decode decode_b2: one token a step, up to length 40, 1 row is nobody's",
     ]
     assert found.summary == "1 x 40 tokens: served"
 

@@ -1,6 +1,7 @@
 """KdaChunk on the twin is the reference `kda_chunk`: rows that start, go on, are padded or unused; short and long."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -70,6 +71,20 @@ def test_packed_rows_are_the_references(kernel):
     values = made(7, 200, 3, 32, 48, counts=counts, before=before)
     values["memory"][values["slots"][0].long()] = math.nan  # it starts, and has nothing yet: zeros
     compare(kernel.run(values, {"scale": 0.3}, arch=3510), values, 0.3)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seed", range(40))
+def test_random_packs_are_the_references(seed, kernel):
+    """Any rows, heads, lengths, widths, decays and numbers of cores, on either chip."""
+    pick = random.Random(seed)
+    batch, heads, tokens = pick.choice([1, 2, 5, 33]), pick.randint(1, 12), pick.randint(1, 700)
+    key, value = pick.choice([(128, 128), (16, 16), (48, 80), (256, 256), (128, 32), (64, 256), (256, 16)])
+    tokens = max(1, min(tokens, 60_000_000 // (batch * heads * key * value)))
+    dtype, steep = pick.choice([BF16, F16, F32]), pick.choice([0.1, 3.0, 80.0])
+    values = made(batch, tokens, heads, key, value, dtype, steep=steep)
+    run = kernel.run(values, {"scale": key**-0.5}, arch=pick.choice([*ARCHES]), cores=pick.choice([None, 2, 8]))
+    compare(run, values, key**-0.5)
 
 
 @pytest.mark.parametrize("steep", [0.0, 1e-3, 80.0, 1000.0], ids=str)

@@ -3,6 +3,7 @@
 
 #include "kernel_operator.h"  // first: it says what __aicore__ is
 
+#include "balance.h"
 #include "kda_chunk_scratch.h"
 
 namespace kda_chunk_parts {
@@ -20,36 +21,44 @@ struct Chunk {
     uint32_t row, head, from, tokens, count;
 };
 
-// The chunks of a group: tasks are rows and heads, a group has some that follow each other. A step is two chunks, whoever's.
+// What a task costs: its blocks; those of its first chunk are a fifth less, as there may be no state to read. Measured on
+// the twin, between the work of vector cores (an eighth less) and of the Cube (two fifths).
+struct Cost {
+    const AscendC::GlobalTensor<int64_t>& counts;
+    __aicore__ inline uint32_t operator()(uint32_t row) const
+    {
+        const uint32_t blocks = InBlocks(counts.GetValue(row)) / ROWS;
+        return 5 * blocks - (blocks < 4 ? blocks : 4);
+    }
+};
+
+// The chunks of a group: tasks are rows and heads, shared out by the tokens that rows have. A step is two chunks, whoever's.
 class Steps {
 public:
     __aicore__ inline void Init(const KdaChunkTiling& tiling, GM_ADDR counts, uint64_t group)
     {
         t = tiling;
         countsGm.SetGlobalBuffer((__gm__ int64_t*)counts);
-        const uint64_t groups = AscendC::GetBlockNum(), tasks = uint64_t(t.batch) * t.heads;
-        task = tasks * group / groups;
-        last = tasks * (group + 1) / groups;
-        from = 0;
+        tasks = Tasks(t.batch, t.heads, AscendC::GetBlockNum(), group, Cost{countsGm});
+        from = count = 0;
     }
 
     // Chunks of a row are alike; where a group has one task they are even in number, so that both vector cores have some.
     __aicore__ inline bool Next(Chunk& chunk)
     {
-        while (task < last) {
-            const uint32_t count = countsGm.GetValue(task / t.heads);
-            if (from < count) {
-                uint32_t chunks = (count + t.chunk - 1) / t.chunk;
-                chunks += t.alone ? chunks % CHUNKS : 0;
-                const uint32_t size = InBlocks((count + chunks - 1) / chunks), left = count - from;
-                chunk = {uint32_t(task / t.heads), uint32_t(task % t.heads), from, left < size ? left : size, count};
-                from += chunk.tokens;
-                return true;
+        while (from == count) {
+            if (!tasks.Next(task)) {
+                return false;
             }
-            task++;
+            count = countsGm.GetValue(task.row);
             from = 0;
         }
-        return false;
+        uint32_t chunks = (count + t.chunk - 1) / t.chunk;
+        chunks += t.alone ? chunks % CHUNKS : 0;
+        const uint32_t size = InBlocks((count + chunks - 1) / chunks), left = count - from;
+        chunk = {task.row, task.part, from, left < size ? left : size, count};
+        from += chunk.tokens;
+        return true;
     }
 
     // Those that a step lacks at the end have no tokens.
@@ -73,12 +82,14 @@ public:
         return (count + CHUNKS - 1) / CHUNKS;
     }
 
-    uint64_t task, last;
-
 private:
+    using Tasks = balance::Tasks<128>;
+
     KdaChunkTiling t;
     AscendC::GlobalTensor<int64_t> countsGm;
-    uint32_t from;
+    Tasks tasks;
+    balance::Task task{};
+    uint32_t from, count;  // of the task: its next token, and how many it has
 };
 
 // Where a step's chunk lies in a group's workspace.

@@ -37,8 +37,6 @@ public:
         oGm.SetGlobalBuffer((__gm__ T*)o);
         const uint64_t size = ScratchOfGroup(t).size;
         scratchGm.SetGlobalBuffer((__gm__ float*)scratch + group * size, size);
-        firstTask = steps.task;
-        lastTask = steps.last;
         wide = ROWS * t.key;
         Buffers();
     }
@@ -128,7 +126,6 @@ private:
         for (uint32_t from = 0; from < tokens; from += ROWS) {
             Block(first + uint64_t(from) * t.heads, from, rows::Least(ROWS, tokens - from), size, links);
         }
-        Await<HardEvent::V_MTE3>();
         DataCopy(scratchGm[here + at.write], early, size * t.key);
         LocalTensor<float> diagonal = out.template AllocTensor<float>();
         for (uint32_t c = 0; c < t.key; c += ROWS) {
@@ -144,7 +141,6 @@ private:
     {
         Await<HardEvent::MTE3_V>();  // the last block's keys and scores are out
         if (from) {
-            Await<HardEvent::V_MTE3>();
             DataCopy(scratchGm[here + at.early + from / ROWS * (from - ROWS) / 2 * t.key], early, from * t.key);
         }
         Read(first, from, real);
@@ -158,15 +154,14 @@ private:
         rows::TimesEach(k, k, minusEach, real, t.key);
         SendSince(k, at.key, at.key_start, from);
         const LocalTensor<float> whole = keep[(real - 1) * t.key];
-        Await<HardEvent::MTE3_V>();
-        if (from) {
+        if (from) {  // earlier keys are out: buffers that were sent after them have come back
             Mul(since, since, whole, t.key);
             rows::TimesRow(early, early, whole, from, t.key);
         } else {
             Muls(since, whole, 1.0f, t.key);
         }
         Muls(early[from * t.key], moved, 1.0f, wide);
-        Await<HardEvent::V_MTE3>();
+        Await<HardEvent::V_MTE3>();  // for the keys, too, of which the next block or the chunk's end sends copies
         DataCopy(scratchGm[here + at.scores + from * size], scores, ROWS * size);
     }
 
@@ -298,10 +293,11 @@ private:
         DataCopy(scratchGm[here + at.inverse], inverse, size * size);
     }
 
-    // Results of padding, and states of rows that have neither tokens now nor had any: the two cores take turns.
+    // Results of padding, and states of rows that have neither tokens now nor had any: all vector cores take turns.
     __aicore__ inline void Zeros()
     {
-        for (uint64_t task = firstTask + me; task < lastTask; task += GetSubBlockNum()) {
+        const uint64_t tasks = uint64_t(t.batch) * t.heads, cores = GetBlockNum() * GetSubBlockNum();
+        for (uint64_t task = GetBlockIdx(); task < tasks; task += cores) {
             const uint32_t row = task / t.heads, head = task % t.heads, count = countsGm.GetValue(row);
             if (count < t.tokens) {
                 LocalTensor<T> zeros = out.template AllocTensor<T>();
@@ -342,7 +338,7 @@ private:
     const ChunkScratch at;
     Steps steps;
     uint32_t me = 0, wide = 0;  // floats of a block of keys
-    uint64_t here = 0, firstTask = 0, lastTask = 0;
+    uint64_t here = 0;
     GlobalTensor<T> qGm, kGm, vGm, oGm;
     GlobalTensor<float> decayGm, betaGm, memoryGm, scratchGm;
     GlobalTensor<int32_t> slotsGm;

@@ -6,6 +6,7 @@
 #else
 #include "arch22/left.h"
 #endif
+#include "balance.h"
 #include "rows.h"
 #include "sparse_attend_tiling.h"
 
@@ -50,5 +51,21 @@ __aicore__ inline int64_t LastSeen(const SparseAttendTiling& t, const GlobalTens
     const int64_t count = counts.GetValue(row);
     return token < count ? lengths.GetValue(row) - count + token : -1;
 }
+
+// What a task costs, at most: the positions of its part that the query sees, as those selected come before what fills
+// the list up; without any it is about 16.
+struct Cost {
+    const SparseAttendTiling& t;
+    const GlobalTensor<int64_t>&lengths, &counts;
+    __aicore__ inline uint32_t operator()(uint32_t index) const
+    {
+        const Task task = TaskOf(t, index);
+        const int64_t seen = LastSeen(t, lengths, counts, task.query) + 1;
+        const int64_t end = seen < task.end ? seen : task.end;
+        return (end > task.begin ? uint32_t(end - task.begin) : 0) + 16;
+    }
+};
+
+using Tasks = balance::Tasks<512>;
 
 }  // namespace sparse

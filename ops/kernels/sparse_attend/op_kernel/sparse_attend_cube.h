@@ -57,9 +57,9 @@ public:
     __aicore__ inline void Process()
     {
         Begin();
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx(); i < t.queries * t.parts; i += groups) {
-            Attend(TaskOf(t, i));
+        Tasks tasks(t.queries * t.parts, 1, GetBlockNum(), GetBlockIdx(), Cost{t, lengthsGm, countsGm});
+        for (balance::Task next; tasks.Next(next);) {
+            Attend(TaskOf(t, next.row));
         }
         End();
     }

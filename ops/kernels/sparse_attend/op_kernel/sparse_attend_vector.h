@@ -69,14 +69,15 @@ public:
 
     __aicore__ inline void Process()
     {
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx() / GetSubBlockNum(); i < t.queries * t.parts; i += groups) {
-            const Task task = TaskOf(t, i);
+        const uint32_t groups = GetBlockNum(), group = GetBlockIdx() / GetSubBlockNum();
+        Tasks tasks(t.queries * t.parts, 1, groups, group, Cost{t, lengthsGm, countsGm});
+        for (balance::Task next; tasks.Next(next);) {
+            const Task task = TaskOf(t, next.row);
             Attend(task);
             if (t.parts == 1) {
                 Finish(task.query);
             } else {
-                Keep(i);
+                Keep(next.row);
             }
         }
         if (t.parts > 1) {

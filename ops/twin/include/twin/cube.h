@@ -259,7 +259,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
         for (uint32_t r = 0; r < p.nValue; r++) {
             const uint64_t row = src.at + (d * uint64_t(p.srcNdMatrixStride) + r * uint64_t(p.srcDValue)) * sizeof(T);
             const uint64_t bytes = uint64_t(p.dValue) * sizeof(T), from = src.Inside("DataCopy", row, bytes);
-            twin::TouchGm("DataCopy", twin::PIPE_OF_MTE2, *src.region, from, bytes, false);
+            twin::TouchGm("DataCopy", twin::PIPE_OF_MTE2, *src.region, from, bytes, twin::Access::READ);
             for (uint32_t c = 0; c < p.dValue; c += C0) {
                 const uint32_t at = address + d * p.dstNzMatrixStride * uint32_t(sizeof(T)) +
                                     (c / C0 * p.dstNzC0Stride + r * p.dstNzNStride) * twin::BLOCK;
@@ -434,7 +434,7 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
     for (uint32_t i = 0; i < p.mSize; i++) {
         const uint64_t bytes = p.nSize * sizeof(T);
         const uint64_t to = dst.Inside("Fixpipe", dst.at + uint64_t(i) * p.dstStride * sizeof(T), bytes);
-        twin::TouchGm("Fixpipe", twin::PIPE_OF_FIX, *dst.region, to, bytes, true);
+        twin::TouchGm("Fixpipe", twin::PIPE_OF_FIX, *dst.region, to, bytes, twin::Access::WRITE);
         for (uint32_t j = 0; j < p.nSize; j += 16) {
             const uint32_t at = start + (j / 16 * p.srcStride + i) * 64;
             const uint8_t* from = twin::Reach("Fixpipe", twin::PIPE_OF_FIX, src.place, at, 64, false);
