@@ -220,6 +220,7 @@ _PROFILES = {
 }
 
 TARGETS = tuple(_PROFILES)
+MOST_NAMED = 12  # names that a refusal lists: more hide what it says
 
 
 def target(
@@ -304,8 +305,10 @@ def _avoided(entries: tuple[str, ...], providers: tuple[str, ...]) -> tuple[str,
 
 def _known(what: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        nearest = _nearest(given, known)
-        raise CompileError(f"{what} {given!r} is not known; the nearest is {nearest!r}, all are {', '.join(known)}.")
+        rest = f"all are {', '.join(known)}" if len(known) <= MOST_NAMED else f"there are {len(known)}"
+        if not given:
+            raise CompileError(f"{what} is not named; {rest}.")
+        raise CompileError(f"{what} {given!r} is not known; the nearest is {_nearest(given, known)!r}, {rest}.")
     return given
 
 
