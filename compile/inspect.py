@@ -45,6 +45,7 @@ class Contents:
     def text(self) -> str:
         m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
+        count = len(self.bundle.weights["weights"])
         held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
         if self.ahead is not None:
             held += f"; of {len(self.ahead.ranks):,} ranks made ahead: {self.ahead.bytes:,} bytes in weights/"
@@ -54,10 +55,12 @@ class Contents:
             f"made by   {made}",
             *(line for words in package_lines(m) for line in wrapped("package   ", words)),
             *(line for words in (*mesh_lines(m), *_rules_lines(m), *_rank_lines(m)) for line in wrapped("", words)),
-            f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, {held}",
-            f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, "
-            f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence"
-            + caches_text(s),
+            *wrapped("weights   ", f"{size['weights']:,} bytes in {count:,} graph weights, {held}"),
+            *wrapped(
+                "states    ",
+                f"{size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "
+                f"{s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence" + caches_text(s),
+            ),
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g, self.overlaps.get(g["name"], ()))]
