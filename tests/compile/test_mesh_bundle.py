@@ -325,7 +325,11 @@ def test_a_manifest_that_says_otherwise_is_noticed(copy, path, value):
     change_manifest(copy, change)
     with pytest.raises(BundleError):
         verify_bundle(copy, steps=1)
-    assert not lint_bundle(copy).passed
+    try:
+        passed = lint_bundle(copy).passed
+    except BundleError:  # what the schema refuses is refused when the bundle is opened
+        passed = False
+    assert not passed
 
 
 @pytest.mark.parametrize(
