@@ -1,11 +1,17 @@
 """Bytes that the Ascend C kernels move, counted by their CPU twin, against the least that each shape needs.
 
 Every input and output once is the minimum; a state counts for the rows in use, read and written. `moved` is what cores
-read and write, the workspace that goes between them included; `touched` counts each byte of a tensor once, as if the L2
-cache kept what a second core reads. A kernel may move 1.05 times the minimum, SparseAttend 1.3 times; where few cores
-would meet that and many are faster, `touched` has to (AttnResMix with few tokens, KdaChunk with fewer states than
-cores, SparseAttend with many heads, whose scores are as large as what is attended to).
-The busiest core's share of all bytes and of all vector work is printed beside an even share.
+read and write, the workspace that goes between them included; `tensors` leaves the workspace out, as if the L2 cache
+kept it; `touched` counts each byte of a tensor once, as if the cache kept what a second core reads, too. A kernel may
+move 1.05 times the minimum, SparseAttend 1.3 times. Where every core reads a weight that is large beside its few rows,
+`touched` has to (GatedRmsNorm, ResidualNormGate). Of SparseAttend with fewer queries than cores, or with so many heads
+that scores are as large as the rows, it is `tensors`. Of KdaChunk
+it is, too: its Cube takes float32 factors that are no inputs, and on A3
+what a vector core makes or a product leaves reaches the Cube through memory alone. A group of cores uses the same
+1.3 MB again and again: 31 MB of all groups beside 192 MB of L2 on A3, 47 MB beside 128 MB on 950. On vector cores alone
+nothing goes there, and they have four to twelve times the work.
+The busiest share of all bytes (of a group of cores), of all vector work and of all products is printed beside an even
+share.
 
     python benchmarks/kernels.py [--arch 2201|3510]
 """
@@ -30,14 +36,14 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """A shape of a kernel: inputs, attributes, the least bytes, whether it is `touched` that has to be few; how few."""
+    """A shape of a kernel: inputs, attributes, the least bytes, which count of them has to be few, and how few."""
 
     kernel: str
     shape: str
     inputs: dict[str, Any]
     least: int
     attrs: dict[str, Any] = field(default_factory=dict)
-    cached: bool = False
+    judged: str = "moved"
     most: float = MOST
 
 
@@ -46,30 +52,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, choices=list(ARCHES), help="default: both")
     args = parser.parse_args()
-    head = f"{'kernel':15}{'shape':30}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'touched':>9}"
-    print(head + f"{'most of a core: bytes, work':>30}")
-    missed, kept = 0, {"moved": 0, "touched": 0}
+    head = f"{'kernel':19}{'shape':30}{'arch':>5}{'cores':>6}{'minimum':>13}{'moved':>7}{'tensors':>9}{'touched':>9}"
+    print(head + f"{'busiest: bytes, vector, Cube':>32}")
+    missed, kept = 0, {"moved": 0, "tensors": 0, "touched": 0}
     with tempfile.TemporaryDirectory() as folder:
         for case in cases():
             kernel = Kernel(case.kernel, Path(folder))
             for arch in [args.arch] if args.arch else ARCHES:
                 run = kernel.run(case.inputs, case.attrs, arch=arch)
                 missed += not report(case, arch, run)
-                kept["touched" if case.cached else "moved"] += 1
-    told = f"{kept['moved']} shapes by bytes moved, {kept['touched']} by bytes touched"
+                kept[case.judged] += 1
+    told = "shapes by bytes of " + ", ".join(f"{name} {count}" for name, count in kept.items())
     print(f"{missed} of {told} are over what they may" if missed else f"{told}: all within what they may")
     sys.exit(bool(missed))
 
 
 def report(case: Case, arch: int, run: Run) -> bool:
     """Print a line; whether the promise is kept."""
-    moved = (run.counters.bytes + sum(run.counters.workspace)) / case.least
-    touched = run.counters.touched / case.least
-    each = [r + w for r, w in zip(run.counters.read, run.counters.written, strict=True)]
-    busiest = (max(x) * run.cores / sum(x) for x in (each, run.counters.repeats))
-    line = f"{case.kernel:15}{case.shape:30}{arch:5}{run.cores:6}{case.least:13,}{moved:7.3f}{touched:9.3f}"
-    print(line + "{:22.2f} x{:5.2f} x".format(*busiest), flush=True)
-    return (touched if case.cached else moved) <= case.most
+    c = run.counters
+    count = {"moved": c.bytes + sum(c.workspace), "tensors": c.bytes, "touched": c.touched}
+    ratio = {name: number / case.least for name, number in count.items()}
+    each = [r + w for r, w in zip(c.read, c.written, strict=True)]
+    size = len(each) // run.cores  # cores of a group
+    groups = [sum(each[i : i + size]) for i in range(0, len(each), size)]
+    vectors = [r for r, cube in zip(c.repeats, c.cube, strict=True) if not cube]
+    cubes = [p for p, cube in zip(c.products, c.cube, strict=True) if cube]
+    line = f"{case.kernel:19}{case.shape:30}{arch:5}{run.cores:6}{case.least:13,}{ratio['moved']:7.3f}"
+    line += f"{ratio['tensors']:9.3f}{ratio['touched']:9.3f}"
+    line += "".join(f"{max(x) * len(x) / sum(x):9.2f} x" if any(x) else f"{'-':>11}" for x in (groups, vectors, cubes))
+    print(line, flush=True)
+    return ratio[case.judged] <= case.most
 
 
 def size(*tensors: Tensor) -> int:
@@ -81,25 +93,30 @@ def cases() -> Iterator[Case]:
     """Shapes of Kimi K3 on 8 and on 32 dies (12 and 3 heads), decode and prefill."""
     for batch, heads in ((1, 3), (1, 12), (33, 3), (33, 12)):
         yield kda_step(batch, heads)
-    for batch, tokens, heads in ((8, 32, 12), (1, 128, 12)):
+    for batch, tokens, heads in ((8, 32, 12), (1, 128, 12), (1, 700, 3), (33, 1, 12)):
         yield kda_chunk(batch, tokens, heads)
     for batch, tokens, heads in ((1, 1, 12), (33, 1, 3), (33, 1, 12), (1, 512, 3), (2, 700, 12)):
         yield short_conv(batch, tokens, heads)
-    for rows, tokens, heads, seen, selected in ((1, 1, 3, 4096, 2048), (33, 1, 3, 600, 512), (1, 1, 12, 4096, 2048)):
-        yield sparse_attend(rows, tokens, heads, seen, selected)
+    for rows, heads in ((1, 3), (1, 12), (1, 96)):
+        yield sparse_attend(rows, 1, heads, 4096, 2048)
     for heads in (1, 3, 12):
-        yield sparse_attend(1, 8, heads, 700, 512)
-    yield sparse_attend(1, 1, 96, 1024, 512)
+        yield sparse_attend(2, 36, heads, 600, 512)
     for sources, tokens in ((9, 512), (5, 512), (2, 512), (9, 33), (9, 1)):
         yield attn_res_mix(sources, tokens)
+    for sources, tokens in ((9, 512), (9, 33), (9, 1)):
+        yield attn_res_mix(sources, tokens, chained=True)
+    for rows in (1, 33, 512):
+        yield residual_norm_gate(rows)
     for rows in (1, 33, 512):
         gate, up = torch.randn(rows, 3072).to(BF16), torch.randn(rows, 3072).to(BF16)
         attrs = {"beta": 4.0, "linear_beta": 25.0}
         yield Case("situ_mul", f"{rows} x 3072", {"gate": gate, "up": up}, size(gate, up, up), attrs)
+        least = size(gate, up) + up.numel() + 4 * rows
+        yield Case("situ_mul_quant", f"{rows} x 3072", {"gate": gate, "up": up}, least, attrs)
     for rows in (12, 396, 6144):
         x, gate, weight = torch.randn(rows, 128).to(BF16), torch.randn(rows, 128).to(BF16), torch.randn(128)
         inputs = {"x": x, "gate": gate, "weight": weight}
-        yield Case("gated_rms_norm", f"{rows} x 128", inputs, size(x, x, gate, weight), {"eps": 1e-5}, cached=True)
+        yield Case("gated_rms_norm", f"{rows} x 128", inputs, size(x, x, gate, weight), {"eps": 1e-5}, "touched")
 
 
 def kda_step(batch: int, heads: int, key: int = 128) -> Case:
@@ -115,7 +132,7 @@ def kda_step(batch: int, heads: int, key: int = 128) -> Case:
 
 
 def kda_chunk(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
-    """Rows that go on. With a state for every core none is split."""
+    """Rows that go on."""
     q, k, v = (torch.randn(batch, tokens, heads, key).to(BF16) / key**0.5 for _ in range(3))
     decay, beta = -torch.rand(batch, tokens, heads, key), torch.rand(batch, tokens, heads)
     memory, slots = torch.randn(batch + 1, heads, key, key), torch.arange(1, batch + 1, dtype=torch.int32)
@@ -124,7 +141,7 @@ def kda_chunk(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
     inputs |= {"lengths": counts + 9, "counts": counts}
     least = size(q, k, v, v, decay, beta, slots, counts, counts, memory[1:], memory[1:])
     shape = f"{batch} x {tokens} tokens, {heads} heads"
-    return Case("kda_chunk", shape, inputs, least, {"scale": key**-0.5}, cached=batch * heads < 72)
+    return Case("kda_chunk", shape, inputs, least, {"scale": key**-0.5}, "tensors")
 
 
 def short_conv(batch: int, tokens: int, heads: int, key: int = 128) -> Case:
@@ -151,17 +168,34 @@ def sparse_attend(rows: int, tokens: int, heads: int, seen: int, selected: int, 
     least = rows * tokens * selected * (512 + 64) * 2 + size(q, q_rope, q, kept, table, counts, counts)
     least += rows * tokens * heads * 4
     shape = f"{rows} x {tokens}, {heads} heads, {selected} of {seen}"
-    many = heads > 12
-    return Case("sparse_attend", shape, inputs, least, {"scale": 192**-0.5}, cached=many, most=MOST if many else 1.3)
+    judged = (
+        "tensors" if heads > 12 or rows * tokens < 24 else "moved"
+    )  # few queries are split: more sums go out and in
+    return Case("sparse_attend", shape, inputs, least, {"scale": 192**-0.5}, judged, 1.3)
 
 
-def attn_res_mix(sources: int, tokens: int, width: int = 7168) -> Case:
-    """The mix of a site over stored blocks and the running sum."""
-    values = [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)]
-    norm, query = torch.randn(width).to(BF16), torch.randn(width).to(BF16)
+def attn_res_mix(sources: int, tokens: int, *, chained: bool = False, width: int = 7168) -> Case:
+    """The mix of a site over stored blocks and the running sum; chained: that sum is made here, and a norm after it."""
+    values, addend = (
+        [torch.randn(1, tokens, width).to(BF16) for _ in range(sources)],
+        torch.randn(1, tokens, width).to(BF16),
+    )
+    norm, query, gain = (torch.randn(width).to(BF16) for _ in range(3))
     inputs = {"sources": values, "norm": norm, "query": query}
-    shape = f"{sources} sources, {tokens} tokens"
-    return Case("attn_res_mix", shape, inputs, size(*values, values[0], norm, query), {"eps": 1e-5}, tokens < 128)
+    attrs, least, shape = {"eps": 1e-5}, size(*values, values[0], norm, query), f"{sources} sources, {tokens} tokens"
+    if chained:
+        inputs |= {"addend": addend, "gain": gain}
+        attrs["norm_eps"] = 1e-5
+        least, shape = least + size(addend, addend, gain), f"{shape}, chained"
+    return Case("attn_res_mix", shape, inputs, least, attrs)
+
+
+def residual_norm_gate(rows: int, width: int = 7168) -> Case:
+    """A residual's sum and its norm."""
+    x, residual, weight = torch.randn(rows, width).to(BF16), torch.randn(rows, width).to(BF16), torch.randn(width)
+    inputs = {"x": x, "residual": residual, "weight": weight.to(BF16)}
+    least = size(x, x, residual, residual, inputs["weight"])
+    return Case("residual_norm_gate", f"{rows} x {width}", inputs, least, {"eps": 1e-5}, "touched")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from audit import write_release
 SECONDS, OF_CP, OF_BYTES, GIGABYTES = 30.0, 0.8, 1.01, 2.0
 RELEASE, MESH = "kimi-k3", "pp=4,tp=32"
 CHOICES = (("a3", "bf16"), ("a3", "int4"), ("950dt", "bf16"), ("950dt", "native"))
-LAYERS, VOCAB = 3, 32768  # KDA and dense, KDA and MoE, MLA and MoE
+LAYERS, VOCAB = 2, 8192  # KDA and dense, MLA and MoE
 
 
 def main() -> int:
@@ -120,7 +120,7 @@ def write_real(folder: Path, gigabytes: float) -> int:
     source = json.loads(json.dumps(load_config(RELEASE).source))
     text = source["text_config"]
     del text["quantization_config"]
-    text |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "attn_res_block_size": 1}
+    text |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "attn_res_block_size": 1, "intermediate_size": 3072}
     text["linear_attn_config"] |= {"full_attn_layers": [LAYERS], "kda_layers": list(range(1, LAYERS))}
     for where in (source, text):
         where |= {key: 1 for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in where}

@@ -19,6 +19,7 @@ from . import recipe
 from .bundle import SOURCES, Bundle, read_json
 from .caches import WRITES, written
 from .executor import Node, Selections
+from .fuse import CHAINS
 from .manifest import bucket_of
 from .origins import Origins, source_of
 from .passes import Folded
@@ -155,15 +156,17 @@ def _traced(
         with torch.no_grad():
             out = run.run(*map(value, piece.captured.inputs))
         edges_of = origins[use.part]["values"] if use.part in origins else {}
+        moved = origins[CHAINS]["values"] if CHAINS in origins else {}
         needed = _needed(piece, {f"out.{i}" for i, name in enumerate(use.writes) if name in unread})
         after = {id(value) for name, value in zip(piece.captured.outputs, out, strict=True) if name.startswith("s.")}
         for call, results in run.values.items():
             edges = edges_of.get(call, []) if call in needed else []
             made = list(results) if isinstance(results, (tuple, list)) else [results]
             for edge, result in zip(edges, made, strict=False):
-                if edge and isinstance(result, Tensor):
+                (at,) = moved.get(place_of(use) + edge, [place_of(use) + edge])
+                if edge and at and isinstance(result, Tensor):
                     first = int(id(result) in after)  # slot 0 and page 0 are nobody's
-                    yield [place_of(use) + edge], lambda x, y=result, first=first: _error(x[0], y, first)
+                    yield [at], lambda x, y=result, first=first: _error(x[0], y, first)
             if kept := edges_of.get(WRITES.get(call, "")):
                 start = made[0].shape[1]  # rows of page 0
                 yield [place_of(use) + edge for edge in kept], lambda x, y=made, n=start: _error(*written(x, y), n)

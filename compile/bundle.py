@@ -6,6 +6,7 @@ weights.json      the weight plan: of which checkpoint tensors and by which step
 graphs/*.air      one static graph per phase and bucket
 constants.bin     with `--weights constant`: the weights themselves, which the graphs' FileConstant nodes point into
 kernels/          where a graph has an operator of this project: what builds them, as `kernels export` writes it
+golden/           with `--golden N`: cases of single operators for bring-up, with an index and hashes of its own
 sources.json      for people: the source line behind each node
 local.json        for this machine: where the checkpoint lay; not part of the bundle's content, and may be deleted
 weights/          where `kimi-graph weights` was run: the weights themselves, and an index of them
@@ -24,11 +25,13 @@ from typing import Any
 from kimi_graph.errors import BundleError
 from kimi_graph.files import new_folder
 
+from .schema import check
+
 FORMAT = 4
 MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
-WRITTEN = "weights"  # a folder
-OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS})
+GOLDEN, WRITTEN = "golden", "weights"  # folders
+OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS, GOLDEN})
 
 
 @contextmanager
@@ -71,7 +74,7 @@ class Bundle:
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
         """The bytes of a graph's file, checked against the manifest's hash."""
-        path = self.folder / entry["file"]
+        path = inside(self.folder, entry["file"])
         try:
             data = path.read_bytes()
         except OSError as e:
@@ -83,7 +86,7 @@ class Bundle:
         """Raises BundleError where the file of constants, if the bundle has one, is not what the manifest says."""
         entry = self.manifest["weights"].get("constants")
         if entry is not None:
-            path = self.folder / entry["file"]
+            path = inside(self.folder, entry["file"])
             _compare_hash(file_hash(path) if path.is_file() else "none", entry["sha256"], path)
 
     def kernels_state(self) -> str:
@@ -100,9 +103,27 @@ class Bundle:
         if foreign := sorted(found - set(listed)):
             raise BundleError(f"{self.folder / foreign[0]}: not in the manifest; a build of kernels/ goes elsewhere.")
         for name, digest in listed.items():
-            path = self.folder / name
+            path = inside(self.folder, name)
             _compare_hash(file_hash(path) if path.is_file() else "none", digest, path)
         return "none" if entry is None else f"{len(listed)} files build {', '.join(entry['operators'])}"
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a bundle's file by its name there: a relative one, and really in the folder.
+
+    Raises:
+        BundleError: it leads out of the folder, by its name or by a link.
+    """
+    try:
+        outside = Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name
+        real, home = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError, TypeError):  # a loop of links, a name that is too long or none
+        outside, real, home = True, folder, folder
+    if outside:
+        raise BundleError(f"{folder / MANIFEST}: file {str(name)[:200]!r} leaves the bundle.")
+    if not real.is_relative_to(home):
+        raise BundleError(f"{folder / name}: a link to {real}, outside the bundle; put the file itself there.")
+    return folder / name
 
 
 def kernels_entry(files: Mapping[str, bytes], operators: Sequence[str]) -> dict[str, Any]:
@@ -154,6 +175,8 @@ def open_bundle(folder: str | Path) -> Bundle:
     folder = Path(folder)
     if not (folder / MANIFEST).is_file():
         raise BundleError(f"{folder}: no {MANIFEST}; a bundle is a folder written by `kimi-graph compile`.")
+    for path in folder.iterdir():
+        inside(folder, path.name)
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
@@ -162,15 +185,14 @@ def open_bundle(folder: str | Path) -> Bundle:
         {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh", "kernels"} - set(manifest)
     ):
         raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
+    check(manifest, "manifest", folder / MANIFEST)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise BundleError(f"{weights}: missing; the bundle is incomplete.")
     with as_written(folder):
         check_hash(weights.read_bytes(), manifest["weights"]["sha256"], weights)
         for entry in manifest["graphs"]:
-            file = Path(entry["file"])
-            if file.is_absolute() or ".." in file.parts:
-                raise BundleError(f"{folder / MANIFEST}: graph file {entry['file']!r} leaves the bundle.")
+            inside(folder, entry["file"])
     return Bundle(folder, manifest, read_json(weights))
 
 
@@ -207,12 +229,11 @@ def writing(folder: Path) -> Iterator[Path]:
     Raises:
         BundleError: `folder` exists and is not a bundle, or cannot be written.
     """
-    check_place(folder)
     try:
-        with new_folder(folder) as work:
+        with new_folder(folder, lambda: check_place(folder)) as work:
             yield work
     except OSError as e:
-        raise BundleError(f"{folder}: {e.strerror or e}; nothing was written.") from None
+        raise BundleError(f"{e.filename or folder}: {e.strerror or e}; nothing was written.") from None
 
 
 def caches_text(state: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ against its prototype and limits. No weights.
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,15 @@ from kimi_graph.models.decoder import model_specs
 from kimi_graph.parallel import Mesh, Rules
 
 from .checks import Claims, operators_hold
-from .driver import Request, captured_pieces, convert_piece, legal_phases
+from .driver import Request, captured_pieces, convert_piece, legal_phases, stamp_graph
 from .executor.registry import SEMANTICS
+from .fuse import CHAINS, fuse_chains
 from .ge_proto import Dtype, GraphDef
 from .limits import LIMITS, Met, Use
 from .lower import Choice
 from .meshes import default_chunk
 from .packages import Needed, folder_of, packages_of
-from .phases import Bucket, uses
+from .phases import Bucket, stage_parts, uses
 from .prototype_rows import ROWS
 from .prototypes import SHORT, Port, Prototype, Prototypes
 from .stamp import Piece
@@ -52,6 +53,7 @@ class Served:
         kind: what is computed, in words. types: GE operator types, with how often a layer has each.
         provider, reason: who serves it and why that one. evidence: how it is known to work on a device.
         held: limits that hold, with the numbers. broken: what does not.
+        instead: of a chain over parts: types that parts list and the whole graph has not, and how many of each.
     """
 
     phase: str
@@ -64,6 +66,7 @@ class Served:
     evidence: str
     held: tuple[Met, ...] = ()
     broken: tuple[str, ...] = ()
+    instead: tuple[tuple[str, int], ...] = ()
 
     @property
     def operators(self) -> str:
@@ -185,6 +188,8 @@ def _row_lines(row: Served) -> Iterator[str]:
     yield from _wrapped("  ", f"{row.kind}: {row.operators} of {row.provider}; {row.evidence}")
     if row.reason:
         yield from _wrapped("    why     ", row.reason)
+    if row.instead and row.instead != row.types:
+        yield from _wrapped("    instead ", "of " + ", ".join(f"{n} {type_}" for type_, n in row.instead))
     if row.held or row.broken:
         yield from _wrapped("    limits  ", row.limits)
 
@@ -210,6 +215,7 @@ def _row_json(row: Served) -> dict[str, Any]:
         "evidence": row.evidence,
         "held": [{"found": m.found, "expected": m.expected} for m in row.held],
         "broken": list(row.broken),
+        **({"instead": dict(row.instead)} if row.instead else {}),
     }
 
 
@@ -281,11 +287,15 @@ def cover(request: Request, host: Host, *, markdown: bool = False) -> Coverage:
     unserved: list[Unserved] = []
     for b in request.buckets():
         rules = None if request.layout is None else request.layout.rules(b.phase)
-        for part, piece in _pieces(request, b, host, prototypes, rules):
-            if isinstance(piece, str):
-                unserved.append(Unserved(phase=b.phase, part=part, why=piece))
-            else:
+        pieces = dict(_pieces(request, b, host, prototypes, rules))
+        converted = {part: piece for part, piece in pieces.items() if isinstance(piece, Piece)}
+        for part, piece in pieces.items():
+            if isinstance(piece, Piece):
                 served += _rows(request, b, part, piece, prototypes)
+            else:
+                unserved.append(Unserved(phase=b.phase, part=part, why=piece))
+        if len(converted) == len(pieces):
+            served += _chain_rows(request, b, converted, prototypes)
     needed, conflict = _packages(t for row in served for t, _ in row.types)
     return Coverage(
         request, tuple(_merged(served)), tuple(dict.fromkeys(unserved)), needed, conflict, prototypes, markdown
@@ -334,6 +344,37 @@ def _rows(request: Request, b: Bucket, part: str, piece: Piece, prototypes: Prot
             evidence="; ".join(dict.fromkeys(map(_evidence, types))),
             held=tuple(dict.fromkeys(met for node in nodes for met in _met(seen, node, request, prototypes))),
             broken=tuple(words for t in types for words in broken.get(t, ())),
+        )
+
+
+def _chain_rows(request: Request, b: Bucket, pieces: Mapping[str, Piece], prototypes: Prototypes) -> Iterator[Served]:
+    """What takes chains that cross parts: asked of the whole graph, or of those of all stages."""
+    layout, c = request.layout, request.config
+    whole = uses(c, b)
+    stages = [(whole, whole[-1].writes)]
+    if layout is not None:
+        stages = [(part.parts, part.gives) for part in stage_parts(c, b, layout.stages(b))]
+    found: dict[Choice, list[tuple[View, Node]]] = {}
+    replaced: dict[Choice, Counter[str]] = {}
+    for parts, gives in stages:
+        graph = stamp_graph(c, b, [(use, pieces[use.part]) for use in parts], prototypes, gives)
+        chains = fuse_chains(graph.model, request.target, prototypes)
+        seen = view(graph.model.graph[0])
+        for choice, names in chains.choices.items():
+            found.setdefault(choice, []).extend((seen, seen.by_name[name]) for name in names)
+            replaced.setdefault(choice, Counter()).update(chains.replaced[choice])
+    for choice, nodes in found.items():
+        yield Served(
+            phase=b.phase,
+            part=CHAINS,
+            layers=len(nodes),
+            kind=choice.kind,
+            types=tuple((t, 1) for t in choice.types),
+            provider=choice.provider,
+            reason=choice.reason,
+            evidence="; ".join(dict.fromkeys(map(_evidence, choice.types))),
+            held=tuple(dict.fromkeys(met for seen, node in nodes for met in _met(seen, node, request, prototypes))),
+            instead=tuple(sorted(replaced[choice].items())),
         )
 
 
@@ -391,6 +432,7 @@ def _merged(rows: Iterable[Served]) -> Iterator[Served]:
             evidence=first.evidence,
             held=tuple(dict.fromkeys(met for row in same for met in row.held)),
             broken=tuple(dict.fromkeys(words for row in same for words in row.broken)),
+            instead=tuple(sum((Counter(dict(row.instead)) for row in same), Counter()).items()),
         )
 
 

@@ -35,7 +35,7 @@ from kimi_graph.parallel.collectives import group_axes
 from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
-from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle, read_json
+from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
@@ -45,12 +45,15 @@ from .order import COLLECTIVE
 from .places import bind_rank, group_of, placed_groups
 from .rank_tables import Communicator, builds_clusters, cluster_files, communicators, rank_table, table_version
 from .runbook import runbook
+from .scratch import scratch_bytes
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
+from .written import Written, open_written
 
 LOADER = Path(__file__).parent / "data" / "loader"
-DEPLOY = "deploy.json"
+DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
+BUFFER_MIB, RUNTIME = 200, 2 << 30  # HCCL_BUFFSIZE unless set; what the runtime takes of a die (assumed)
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
 
@@ -71,11 +74,10 @@ class Deployment:
     mesh: Mesh
 
     @functools.cached_property
-    def written(self) -> dict[str, Any] | None:
-        """The index of weights that were made ahead; None where those of a rank were not."""
-        index = self.bundle.folder / "weights" / "index.json"
-        found = read_json(index) if index.is_file() else {"ranks": []}
-        return found if set(range(self.mesh.world)) <= set(found["ranks"]) else None
+    def written(self) -> Written | None:
+        """Weights that were made ahead; None where those of a rank were not."""
+        found = open_written(self.bundle)
+        return found if found is not None and set(range(self.mesh.world)) <= set(found.ranks) else None
 
     @property
     def groups(self) -> list[Communicator]:
@@ -106,6 +108,38 @@ class Deployment:
         """What HCCL_BUFFSIZE has to be for rows that go to their experts; 0: HCCL's default will do."""
         ops = [op for m in self.models.values() for op in m.graph[0].op if op.type == "MoeDistributeDispatchV2"]
         return max(map(_buffer_mib, ops), default=0)
+
+    @functools.cached_property
+    def scratch(self) -> dict[str, int]:
+        """Work memory of each graph, bytes."""
+        return {name: scratch_bytes(model) for name, model in self.models.items()}
+
+    def held(self, stage: int) -> dict[str, int]:
+        """What a rank of a stage needs of its die, by what for; graphs share their work memory."""
+        memory = self.bundle.manifest["memory"]
+        own = memory.get("stages", [memory])[stage]
+        groups = len(self.groups_of(stage * self.mesh.stage.world))
+        return {
+            "weights": own["weights"],
+            "states": own["states"],
+            "scratch": max(self.scratch[g["name"]] for g in self.graphs_of(stage)),
+            "HCCL": groups * 2 * max(BUFFER_MIB, self.buffer_mib) << 20,
+            "runtime": RUNTIME,
+        }
+
+    def check_memory(self) -> None:
+        """Raises DeployError where a rank does not fit its die: nothing is compiled on the hosts to find that out."""
+        die = self.bundle.manifest["memory"]["die"]
+        for stage in range(self.mesh.pipe):
+            held = self.held(stage)
+            if (need := sum(held.values())) > die:
+                parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in held.items())
+                largest = max(self.graphs_of(stage), key=lambda g: self.scratch[g["name"]])["name"]
+                raise DeployError(
+                    f"{self.bundle.folder}: a rank of stage {stage} needs {need / 2**30:,.2f} GiB ({parts}; scratch is "
+                    f"that of {largest}), a die of {self.target.name} has {die / 2**30:,.2f}. More ranks hold less of "
+                    "weights each, a shorter --chunk or fewer rows need less scratch."
+                )
 
     def summary_json(self) -> dict[str, Any]:
         """For programs, and for `bringup`: who runs where."""
@@ -208,6 +242,7 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
         found = LOCAL if hosts is None else read_hosts(hosts, target, mesh.world, str(mesh))
         d = Deployment(bundle, found, target, cann, models, mesh)
         _check_place(out, folder)
+        d.check_memory()
         with new_folder(out) as work:
             for name, data in _files(d, out):
                 (work / name).parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +280,7 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     many = d.mesh.world > 1
     yield DEPLOY, dump(d.summary_json())
     if many:
-        yield "rank_table.json", dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
+        yield RANK_TABLE, dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
     yield "env.sh", _environment(d)
     yield "SHA256SUMS", "".join(f"{g['sha256']}  {g['file']}\n" for g in d.bundle.manifest["graphs"])
     for entry in d.bundle.manifest["graphs"]:
@@ -253,7 +288,8 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     for p in d.places:
         yield f"ranks/{p.rank}.txt", _lines(_rank_lines(d, p))
         if d.written is not None:
-            yield f"weights/{p.rank}.txt", _lines(_weight_lines(d.written, p.rank))
+            entries = sorted(d.written.of(p.rank).items())
+            yield f"weights/{p.rank}.txt", _lines((name, e.file, e.offset, e.bytes) for name, e in entries)
     for host in d.hosts.hosts:
         yield f"hosts/{host.name}/run.sh", _run_script(d, [p for p in d.places if p.host is host])
     if alone := [g for g in d.bundle.manifest["graphs"] if d.alone(g)]:
@@ -271,7 +307,7 @@ def _dims(shape: Iterable[int]) -> str:
     return ",".join(map(str, shape)) or "-"
 
 
-def _described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
+def described(kind: str, index: int, name: str, desc: TensorDescriptor) -> tuple[object, ...]:
     """kind index name dtype format bytes dims origin-dims; numbers of dtype and format are GE's."""
     tiled = is_tiled(desc)
     dims = _dims(desc.shape.dim)
@@ -297,11 +333,11 @@ def _graph_lines(d: Deployment, entry: Mapping[str, Any]) -> Iterator[tuple[obje
     sources = sorted((op for op in ops if op.type in ("Data", "RefData")), key=lambda op: get_attr(op, "index"))
     for op in sources:
         kind = "state" if op.type == "RefData" else "weight" if is_weight(op) else "input"
-        yield _described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
+        yield described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
     (results,) = (op.input_desc for op in ops if op.type == "NetOutput")
     names = entry.get("gives") or [o["name"] for o in entry["outputs"]]
     for i, (name, desc) in enumerate(zip(names, results, strict=True)):
-        yield _described("output", i, name, desc)
+        yield described("output", i, name, desc)
 
 
 def _giver(d: Deployment, entry: Mapping[str, Any], name: str) -> int:
@@ -332,14 +368,6 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
         yield "own", name, d.mesh.index(p.rank, own_axes(name))
     for entry in entries:
         yield "run", entry["name"]
-
-
-def _weight_lines(index: Mapping[str, Any], rank: int) -> Iterator[tuple[object, ...]]:
-    """Where each weight of a rank lies: name, file in the bundle's `weights/`, offset, bytes."""
-    for file, entry in sorted(index["files"].items()):
-        if rank in entry["ranks"]:
-            for name, w in sorted(entry["weights"].items()):
-                yield name, file, w["offset"], w["bytes"]
 
 
 _ENV = """\

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -24,11 +25,13 @@ from kimi_graph.ops.kernel_project import operators, project_files
 from kimi_graph.parallel import Mesh, Rules
 
 from . import air, bundle, constants
+from .at_load import bucket_entries, left_to_do
 from .caches import check_kv_dtype, quantise_caches
 from .capture import Captured
 from .checks import check_graph
 from .convert import convert
 from .executor import infer_shapes
+from .fuse import CHAINS, fuse_chains
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .kept import Kept
 from .lower import Choice, Weights
@@ -337,6 +340,7 @@ def build_graph(
     placed = uses(request.config, b)
     with clock.step("stamp"):
         graph = stamp_graph(request.config, b, [(use, pieces[use.part]) for use in placed], prototypes)
+        graph = fused(graph, request.target, prototypes)
     with clock.step("check"):
         check(graph, request.target, prototypes)
     return graph
@@ -381,6 +385,17 @@ def captured_pieces(request: Request, b: Bucket, rules: Rules | None = None) -> 
         sharded = capture_sharded_pieces(request.config, b, rules)
         captured = {name: piece.captured for name, piece in sharded.items()}
     return {name: quantise_caches(c, request.kv_dtype) for name, c in captured.items()}
+
+
+def fused(graph: Graph, target: Target, prototypes: Prototypes) -> Graph:
+    """The graph with its chains fused, see `fuse`; what moved is noted among the origins."""
+    found = fuse_chains(graph.model, target, prototypes)
+    if not found.choices:
+        return graph
+    moved: Origins = {"lines": {}, "values": {edge: [now] for edge, now in found.moved.items()}}
+    return replace(
+        graph, choices=graph.choices | {CHAINS: tuple(found.choices)}, origins=graph.origins | {CHAINS: moved}
+    )
 
 
 def check(graph: Graph, target: Target, prototypes: Prototypes) -> None:
@@ -663,6 +678,7 @@ def compile_bundle(
 def bundle_files(request: Request, host: Host | Late, clock: Clock, kept: Kept | None = None) -> dict[str, bytes]:
     """Bytes by name of all that a bundle holds whatever the checkpoint; the manifest last."""
     graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock, kept)]
+    _check_avoided(request.target, graphs)
     sources = {name: made for g in graphs for name, made in g.weights.items()}
     plan = weight_plan(request.config, [g.model for g in graphs], sources, request.layout)
     if request.constants:
@@ -707,7 +723,7 @@ def make_manifest(
         state = shared_states(layout, request.kv_dtype, b, state)
     project = {name: data for name, data in files.items() if name.startswith(f"{bundle.KERNELS}/")}
     entries = [_graph_entry(request, g, f"{bundle.GRAPHS}/{g.name}.air", files) for g in graphs]
-    return {
+    manifest = {
         "format": bundle.FORMAT,
         "made_by": {"kimi_graph": kimi_graph.__version__, "torch": torch.__version__, "torch_npu": host.version},
         "model": {"name": c.name, "type": c.model_type, "fingerprint": arranged(c).fingerprint, "config": c.source},
@@ -720,6 +736,7 @@ def make_manifest(
         "state": state,
         "mesh": None if layout is None else mesh_entry(layout, zip(entries, [g.model for g in graphs], strict=True)),
         "memory": memory_entry(weights, state, entries, request.target.memory_bytes),
+        "buckets": bucket_entries(entries),
         "graphs": entries,
         "choices": [
             {"graph": g.name, "part": part, **asdict(choice)}
@@ -732,6 +749,8 @@ def make_manifest(
         "assumptions": list(c.assumptions),
         "unproved": unproved(graphs),
     }
+    generated = json.loads(files[bundle.WEIGHTS])["generated"]
+    return manifest | {"at_load": left_to_do(manifest, generated, constants=request.constants)}
 
 
 def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -739,6 +758,16 @@ def _graph_entry(request: Request, g: Graph, file: str, files: Mapping[str, byte
     if request.layout is None or g.stage is None:
         return entry
     return stage_entry(request.layout, g.bucket, g.model, entry, g.stage)
+
+
+def _check_avoided(target: Target, graphs: Sequence[Graph]) -> None:
+    """Raises CompileError where a type is left that --avoid names: what only it does is no choice of a lowering."""
+    counts = Counter(op.type for g in graphs for op in g.model.graph[0].op)
+    if left := sorted(set(target.avoided) & set(counts)):
+        raise CompileError(
+            f"--avoid {left[0]}: {counts[left[0]]:,} nodes of the graphs are it, and nobody else serves what it does; "
+            "kimi-graph ops says where there is a choice."
+        )
 
 
 def types_of(graphs: Iterable[Graph]) -> set[str]:

@@ -140,6 +140,7 @@ def _target_fields(r: "Request") -> Fields:
         "--target": t.name,
         "--cann": t.cann,
         "--providers": list(t.providers),
+        "--avoid": list(t.avoid),
         "target's profile": _hash(repr(t)),
         "--kv-dtype": r.kv_dtype,
         "experts": r.form,

@@ -345,6 +345,18 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
 
 
+@limit("AddRmsNorm")
+def _(use: Use) -> Iterator[Fault | Met]:
+    x, gamma = use.shape("x1"), use.shape("gamma")
+    yield from expect("x2", use.shape("x2"), x)
+    if x is not None and gamma is not None:
+        if x[len(x) - len(gamma) :] != gamma:
+            yield f"gamma is {_text(gamma)} for x1 {_text(x)}", "the last dims of x1", ""
+        yield from expect("rstd", use.made("rstd"), (*x[: len(x) - len(gamma)], *[1] * len(gamma)))
+    for name in ("y", "x"):
+        yield from expect(name, use.made(name), x)
+
+
 @limit("LayerNormV4")
 def _(use: Use) -> Iterator[Fault | Met]:
     x, dims = use.shape("x"), use.values("normalized_shape")
@@ -577,6 +589,20 @@ def _(use: Use) -> Iterator[Fault | Met]:
     if x is not None and use.attr("axis") in (-1, len(x) - 1):
         yield from expect("y", use.made("y"), x)
         yield from expect("mxscale", use.made("mxscale"), (*x[:-1], -(-x[-1] // 64), 2))
+
+
+@limit("SituMxQuant")
+def _(use: Use) -> Iterator[Fault | Met]:
+    yield from one_of("dst_type", use.attr("dst_type"), (35, 36, 40, 41))
+    yield from exactly("axis", use.attr("axis"), -1)
+    x = use.shape("x")
+    if not x:
+        return
+    if x[-1] % 2:
+        yield f"the last dim of x {_text(x)} is odd", "two halves", ""
+    half = x[-1] // 2
+    yield from expect("y", use.made("y"), (*x[:-1], half))
+    yield from expect("y_scale", use.made("y_scale"), (*x[:-1], -(-half // 64), 2))
 
 
 @limit("DynamicBlockQuant")
@@ -1132,6 +1158,17 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("y", use.made("y"), use.shape("gate"))
 
 
+@limit("SituMulQuant")
+def _(use: Use) -> Iterator[Fault | Met]:
+    gate = use.shape("gate")
+    yield from expect("up", use.shape("up"), gate)
+    yield from expect("y", use.made("y"), gate)
+    if gate:
+        yield from expect("scale", use.made("scale"), gate[:-1])
+        element = Dtype.of_proto(use.dtype("gate") or F32).bits // 8
+        yield from _sixteens("the width", gate[-1], (UNIFIED_BUFFER[use.target.soc] - 832) // (4 * element + 18))
+
+
 @limit("GatedRmsNorm")
 def _(use: Use) -> Iterator[Fault | Met]:
     x, weight = use.shape("x"), use.shape("weight")
@@ -1140,6 +1177,21 @@ def _(use: Use) -> Iterator[Fault | Met]:
     yield from expect("y", use.made("y"), x)
     if x is not None:
         yield from _sixteens("the width", x[-1], 512)
+
+
+@limit("ResidualNormGate")
+def _(use: Use) -> Iterator[Fault | Met]:
+    x, given = use.shape("x"), {name: use.shape(name) for name in ("residual", "weight", "gate")}
+    for name in ("residual", "gate"):
+        yield from expect(name, given[name], given[name] and x)
+    yield from expect("y", use.made("y"), x)
+    yield from expect("sum", use.made("sum"), (0,) if given["residual"] is None else x)
+    if not any(given.values()):
+        yield "nothing to do", "a residual, a weight or a gate", ""
+    if x is not None and given["weight"] is not None:
+        yield from expect("weight", given["weight"], x[-1:])
+        element = Dtype.of_proto(use.dtype("x") or F32).bits // 8
+        yield from _sixteens("the width", x[-1], (UNIFIED_BUFFER[use.target.soc] - 512) // (4 * element + 12))
 
 
 @limit("ShortConv")
@@ -1237,10 +1289,16 @@ def _(use: Use) -> Iterator[Fault | Met]:
     last = None if sources[0] is None else sources[0][-1:]
     for name in ("norm", "query"):
         yield from expect(name, use.shape(name), last)
+    addend, gain = use.shape("addend"), use.shape("gain")
+    yield from expect("addend", addend, addend and sources[0])
+    yield from expect("gain", gain, gain and last)
     yield from expect("y", use.made("y"), sources[0])
+    yield from expect("total", use.made("total"), (0,) if addend is None else sources[0])
     if last is not None:
-        bits = Dtype.of_proto(use.dtype("sources0") or F32).bits
-        yield from _sixteens("the width", last[0], (UNIFIED_BUFFER[use.target.soc] - 512) // (3 * bits // 8 + 16))
+        floats = 4 if gain is None else 5  # of the kernel, for each channel
+        element = Dtype.of_proto(use.dtype("sources0") or F32).bits // 8
+        most = (UNIFIED_BUFFER[use.target.soc] - 512) // (3 * element + 4 * floats)
+        yield from _sixteens("the width", last[0], most)
 
 
 UNIFIED_BUFFER = {"a2": 192 * 1024, "a3": 192 * 1024, "950": 248 * 1024}  # bytes a core can use; fact sheet, C.1

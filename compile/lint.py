@@ -9,6 +9,7 @@ One function per proof; each says what it has proved, or the first thing that is
 * collectives: in each graph edges make one order of them; all ranks of a group issue the same ones with the same sizes.
 * sums: along every mesh axis; each is taken once, and before what is not linear (`sums`).
 * stages: what a stage reads an earlier one gives, with the same shape and dtype; no stage waits for a later one.
+* made for: where a model, target, CANN release or mesh is given, that it is the bundle's (`expect`).
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from . import air
 from .bundle import Bundle, as_written, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
+from .expect import Expected, bundle_config
 from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
 from .manifest import check_claims, is_weight, target_of
 from .mesh_manifest import as_dims
@@ -31,7 +33,6 @@ from .order import COLLECTIVE, order_collectives
 from .places import group_of
 from .prototypes import Prototypes
 from .sums import check_sums, weight_dims
-from .verify import bundle_config
 
 LOOSE = ("_", "input_layout_info", "output_layout_info")  # attributes that say nothing about what a node does
 
@@ -101,11 +102,12 @@ class Files:
         return range(first, last + 1)
 
 
-def lint_bundle(folder: Path, torchair: Path | None = None) -> LintReport:
+def lint_bundle(folder: Path, torchair: Path | None = None, expected: Expected | None = None) -> LintReport:
     """Prove what can be proved of a bundle.
 
     Args:
         torchair: where prototypes of operators are read from that the table has not; see `Prototypes`.
+        expected: what it is to be loaded for.
 
     Raises:
         BundleError: not a bundle, or one whose files cannot be read.
@@ -123,6 +125,8 @@ def lint_bundle(folder: Path, torchair: Path | None = None) -> LintReport:
         "sums": lambda: _sums(files),
         "stages": lambda: _stages(files),
     }
+    if expected:
+        proofs["made for"] = lambda: expected.check(bundle)
     return LintReport(tuple(_prove(name, folder, proof) for name, proof in proofs.items()))
 
 
@@ -146,7 +150,7 @@ def _graphs(files: Files, torchair: Path | None) -> str:
     for name, model in files.models.items():
         ops = model.graph[0].op
         nodes += len(ops)
-        weights = {op.name for op in ops if is_weight(op)}
+        weights = {op.name for op in ops if is_weight(op) and op.type == "Data"}
         states = {op.name for op in ops if op.type == "RefData"}
         try:
             check_graph(model, profile, prototypes, weights=weights, states=states)

@@ -134,8 +134,8 @@ class Room:
             CompileError: none can; why each cannot.
         """
         passed: list[str] = []
-        for offer in self._asked(offers):
-            why = self._not_there(offer) or offer.refuses(self, *args)
+        for offer in asked(offers, self.target):
+            why = not_there(offer, self.target) or offer.refuses(self, *args)
             if not why:
                 reason = offer.reason + offer.costs(self, *args)
                 self.chose(kind, offer.operator, "; ".join([reason, *passed]), offer.provider)
@@ -144,21 +144,6 @@ class Room:
         left = sorted({o.provider for o in offers} - set(self.target.providers))
         more = f" --providers does not name {', '.join(left)}, who might." if left else ""
         raise CompileError(f"{kind}: nobody serves it ({'; '.join(passed) or 'nobody was asked'}).{more}")
-
-    def _asked(self, offers: Sequence[Offer]) -> list[Offer]:
-        order: tuple[str, ...] = self.target.providers
-        asked = [offer for offer in offers if offer.provider in order]
-        return asked if order == PROVIDERS_DEFAULT else sorted(asked, key=lambda o: order.index(o.provider))
-
-    def _not_there(self, offer: Offer) -> str:
-        """Why the target has not an offer's operators; basic ones are everywhere."""
-        for type_ in offer.operator.split(", "):
-            found = find(type_)
-            if found is not None and self.soc not in found.socs:
-                return f"no kernel for {self.soc}"
-            if found is not None and not found.is_in(self.soc, self.cann):
-                return f"built in since CANN {found.since.split()[0]}, this is for {self.cann}"
-        return ""
 
     # ---- what is known of a value ----
 
@@ -427,6 +412,33 @@ class Room:
 def version(release: str) -> tuple[int, ...]:
     """`"9.1"` as numbers that compare."""
     return tuple(map(int, release.split(".")))
+
+
+def asked(offers: Sequence[Offer], target: Any) -> list[Offer]:
+    """The offers of a target's providers in their order, in the default order as they are listed.
+
+    Before all others stand those that are to serve in place of what it avoids.
+    """
+    order: tuple[str, ...] = target.providers
+    found = [offer for offer in offers if offer.provider in order]
+    if order != PROVIDERS_DEFAULT:
+        found.sort(key=lambda o: order.index(o.provider))
+    avoided = target.avoided
+    first = {avoided[t] for o in found for t in o.operator.split(", ") if avoided.get(t)}
+    return sorted(found, key=lambda o: o.provider not in first)
+
+
+def not_there(offer: Offer, target: Any) -> str:
+    """Why a target has not an offer's operators; basic ones are everywhere."""
+    for type_ in offer.operator.split(", "):
+        if type_ in target.avoided:
+            return f"{type_} is left out by --avoid"
+        found = find(type_)
+        if found is not None and target.soc not in found.socs:
+            return f"no kernel for {target.soc}"
+        if found is not None and not found.is_in(target.soc, target.cann):
+            return f"built in since CANN {found.since.split()[0]}, this is for {target.cann}"
+    return ""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,6 +20,7 @@ from kimi_graph.parallel.placement import place
 from kimi_graph.spec import ParamSpec
 
 from . import caches, mesh_manifest, recipe
+from .at_load import bucket_entries, left_to_do
 from .bundle import MANIFEST, WEIGHTS, Bundle
 from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
 from .meshes import Layout, layout_of
@@ -85,6 +86,7 @@ def target_entry(t: Target) -> dict[str, Any]:
         "soc_version": t.soc_version,
         "cann": t.cann,
         "providers": list(t.providers),
+        **({"avoid": list(t.avoid)} if t.avoid else {}),
     }
 
 
@@ -95,7 +97,7 @@ def target_of(manifest: Mapping[str, Any]) -> Target:
         CompileError: there is none such.
     """
     entry = manifest["target"]
-    return target(entry["name"], cann=entry["cann"], providers=entry["providers"])
+    return target(entry["name"], cann=entry["cann"], providers=entry["providers"], avoid=entry.get("avoid", ()))
 
 
 def _check_target(where: Any, manifest: Mapping[str, Any]) -> Target:
@@ -286,6 +288,10 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         pairs = [(entry, models[entry["name"]]) for entry in manifest["graphs"]]
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
     _check_plan(bundle, config, models.values(), layout)
+    _compare(where, "buckets", manifest["buckets"], bucket_entries(manifest["graphs"]))
+    constants = "constants" in manifest["weights"]
+    todo = left_to_do(manifest, bundle.weights["generated"], constants=constants)
+    _compare(where, "at_load", manifest["at_load"], todo)
     types = {op.type for model in models.values() for op in model.graph[0].op}
     _check_kernels(where, manifest["kernels"], own_types(types))
     needed = packages_of(types)
@@ -349,25 +355,27 @@ def described(
 
 def _compare(where: Any, path: str, found: Any, expected: Any) -> None:
     """Raises BundleError at the first key whose value differs; tuples and lists are the same."""
-    for key, mine, made in _differences(path, found, json.loads(json.dumps(expected))):
-        raise BundleError(f"{where}: {key} is {_short(mine)}; the graphs and the model make it {_short(made)}.")
+    for key, mine, made in differences(path, found, json.loads(json.dumps(expected))):
+        raise BundleError(f"{where}: {key} is {short(mine)}; the graphs and the model make it {short(made)}.")
 
 
 NOTHING = "nothing"  # stands for a key that is not there
 
 
-def _differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
+def differences(path: str, found: Any, expected: Any) -> Iterable[tuple[str, Any, Any]]:
+    """Keys of two JSON values where they differ, with what each has there (`NOTHING`: nothing)."""
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys()):
-            yield from _differences(f"{path}.{key}", found.get(key, NOTHING), expected.get(key, NOTHING))
+            yield from differences(f"{path}.{key}", found.get(key, NOTHING), expected.get(key, NOTHING))
     elif isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
         for index, (mine, made) in enumerate(zip(found, expected, strict=True)):
-            yield from _differences(f"{path}.{index}", mine, made)
+            yield from differences(f"{path}.{index}", mine, made)
     elif type(found) is not type(expected) or found != expected:
         yield path, found, expected
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A JSON value in at most 100 characters."""
     text = json.dumps(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kimi_graph.parallel import Rules
 from kimi_graph.parallel.stages import Stage
 
-from .driver import Clock, Graph, Request, build_pieces, check, stamp_graph
+from .driver import Clock, Graph, Request, build_pieces, check, fused, stamp_graph
 from .kept import Kept
 from .phases import Bucket, stage_parts, written_values
 from .prototypes import Prototypes
@@ -56,6 +56,7 @@ def build_stages(
         with clock.step("stamp"):
             placed = [(use, pieces[use.part]) for use in part.parts]
             graph = stamp_graph(request.config, b, placed, prototypes, part.gives, name)
+            graph = fused(graph, request.target, prototypes)
         with clock.step("check"):
             check(graph, request.target, prototypes)
         inputs = [op.name for op in graph.model.graph[0].op if op.type == "Data"]

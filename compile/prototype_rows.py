@@ -198,6 +198,14 @@ FUSED = [
         source=_NN,
     ),
     Row(
+        type="AddRmsNorm",
+        ins="x1 x2 gamma: F32/F16/BF16",
+        outs="y: F32/F16/BF16; rstd: F32; x: F32/F16/BF16",
+        attrs="epsilon: Float = 1e-6",
+        same="x1 x2 gamma y x",
+        source=_NN,
+    ),
+    Row(
         type="SwiGlu",
         ins="x: F32/F16/BF16",
         outs="y: F32/F16/BF16",
@@ -613,6 +621,25 @@ FUSED = [
         source=_NN,
     ),
     Row(
+        type="SituMxQuant",
+        ins="x: F16/BF16",
+        outs="""
+            y: E2M1/E1M2/E4M3/E5M2
+            y_scale: E8M0
+        """,
+        attrs="""
+            beta: Float = 1.0
+            linear_beta: Float = 0.0
+            activate_left: Bool = false
+            axis: Int = -1
+            dst_type: Int = 40
+            round_mode: String = "rint"
+        """,
+        socs="950",
+        since="9.2",
+        source=_NN,
+    ),
+    Row(
         type="CausalConv1d",
         ins="""
             x weight conv_states: BF16/F16
@@ -679,6 +706,15 @@ OWN = [
         source="the reference situ_mul",
     ),
     Row(
+        type="SituMulQuant",
+        ins=f"gate up: {_REAL}",
+        outs="y: I8; scale: F32",
+        attrs="beta: Float; linear_beta: Float",
+        same="gate up",
+        provider="own",
+        source="the reference situ_mul, then DynamicQuant",
+    ),
+    Row(
         type="KdaStep",
         ins=f"q k v decay beta: {_REAL}; memory: F32; slots: I32; bias? log_rate?: F32",
         outs=f"o: {_REAL}; memory: F32",
@@ -700,6 +736,15 @@ OWN = [
         same="x gate y",
         provider="own",
         source="the reference gated_rms_norm",
+    ),
+    Row(
+        type="ResidualNormGate",
+        ins=f"x residual? weight? gate?: {_REAL}",
+        outs=f"y sum: {_REAL}",
+        attrs="eps: Float = 0.0",
+        same="x residual gate y sum",
+        provider="own",
+        source="the references rms_norm and sigmoid_gate",
     ),
     Row(
         type="ShortConv",
@@ -729,10 +774,10 @@ OWN = [
     ),
     Row(
         type="AttnResMix",
-        ins=f"sources[] norm query: {_REAL}",
-        outs=f"y: {_REAL}",
-        attrs="eps: Float",
-        same="sources y",
+        ins=f"sources[] norm query addend? gain?: {_REAL}",
+        outs=f"y total: {_REAL}",
+        attrs="eps: Float; norm_eps: Float = 0.0",
+        same="sources addend y total; norm query gain",
         provider="own",
         source="the reference residual_mix",
     ),

@@ -177,13 +177,19 @@ class Plan:
         return Plan(bundle, layout, entries, models)
 
     def executor(self, phase: str, rank: int) -> Executor:
-        """Of a rank's graph: the one in the file, told where the rank stands."""
+        """Of a rank's graph."""
         model = self.models[phase, self.stage_of(rank)]
         places = {group: self.mesh.index(rank, group_axes(group)) for group in placed_groups(model)}
         key = phase, self.stage_of(rank), tuple(places.values())
         if key not in self.executors:
-            self.executors[key] = Executor(bind_rank(model, places.__getitem__) if places else model)
+            self.executors[key] = Executor(self.model(phase, rank))
         return self.executors[key]
+
+    def model(self, phase: str, rank: int) -> ModelDef:
+        """A rank's graph: the one in the file, told where the rank stands."""
+        model = self.models[phase, self.stage_of(rank)]
+        places = {group: self.mesh.index(rank, group_axes(group)) for group in placed_groups(model)}
+        return bind_rank(model, places.__getitem__) if places else model
 
     @property
     def types(self) -> set[str]:
@@ -281,15 +287,19 @@ class Rank:
         Args:
             given: whole inputs by name, with slots and pages counted through all shards.
         """
-        executor, entry = self.plan.executor(phase, self.rank), self.plan.entries[phase, self.stage]
+        executor = self.plan.executor(phase, self.rank)
+        states = {name: self.states[name] for name in executor.states}
+        return executor.steps(self.inputs(phase, given), states, self.mode, selections=selections)
+
+    def inputs(self, phase: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the rank's graph reads besides states: weights, its part of `given`, values of other stages."""
+        entry = self.plan.entries[phase, self.stage]
         given = {**given, **self.plan.table_inputs()}
         described = {i["name"]: i for i in entry["inputs"]}
-        inputs = {
+        return {
             name: self.weights[phase][name] if name in self.weights[phase] else self._input(described[name], given)
-            for name in executor.inputs
+            for name in self.plan.executor(phase, self.rank).inputs
         }
-        states = {name: self.states[name] for name in executor.states}
-        return executor.steps(inputs, states, self.mode, selections=selections)
 
     def finish(self, phase: str, ran: Ran) -> dict[str, Tensor]:
         """Move on after a step; what the rank gives, by name."""

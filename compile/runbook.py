@@ -45,19 +45,19 @@ def _head(d: "Deployment") -> str:
 def _where(d: "Deployment") -> str:
     rows: list[list[object]] = []
     memory = d.bundle.manifest["memory"]
-    stages = memory.get("stages", [memory])
     for host in d.hosts.hosts:
         mine = [p for p in d.places if p.host is host]
         for stage in sorted({d.stage_of(p.rank) for p in mine}):
             own = [p for p in mine if d.stage_of(p.rank) == stage]
-            held = stages[stage]
+            held = d.held(stage)
             rows.append(
                 [host.name, host.ip, f"{own[0].rank} to {own[-1].rank}", f"{own[0].device.id} to {own[-1].device.id}",
-                 stage, _size(held["weights"]), _size(held["states"])]
+                 stage, _size(held["weights"]), _size(held["states"]), _size(held["scratch"]), _size(held["HCCL"])]
             )  # fmt: skip
-    head = ["host", "address", "ranks", "devices", "stage", "weights of a rank", "states of a rank"]
+    head = ["host", "address", "ranks", "devices", "stage", "weights of a rank", "states", "scratch", "HCCL"]
     die = memory["die"]
-    return f"## Who runs where\n\n{_table(head, rows)}\n\nA die has {_size(die)}. HCCL and GE take memory besides."
+    said = "Scratch is the peak of a graph's values, HCCL two buffers of each group; the runtime takes memory besides."
+    return f"## Who runs where\n\n{_table(head, rows)}\n\nA die has {_size(die)}. {said}"
 
 
 def _before(d: "Deployment") -> str:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from kimi_graph.errors import CompileError
 from kimi_graph.hardware import LINKS, Link, Number
 
+from .prototype_rows import ROWS
+
 GIB = 2**30
 CANN_VERSIONS = ("8.5", "9.1", "9.2")
 CANN_DEFAULT = "9.2"  # the first whose recurrent delta rule takes a float32 memory: before it KDA's step is composed
@@ -38,6 +40,7 @@ class Target:
         cann: release the graph must compile with.
         die: what it can do. links: its network, innermost level first.
         providers: of `PROVIDERS`, whose operators it has: where several can serve, the first of these does.
+        avoid: types that no lowering may choose; "Type=provider" says who is asked first where one could have been.
     """
 
     name: str
@@ -52,6 +55,12 @@ class Target:
     die: "Die"
     links: tuple[Link, ...]
     providers: tuple[str, ...] = PROVIDERS_DEFAULT
+    avoid: tuple[str, ...] = ()
+
+    @property
+    def avoided(self) -> dict[str, str]:
+        """Each type to be avoided, with who is asked in its place first; "" for nobody in particular."""
+        return {type_: provider for type_, _, provider in (entry.partition("=") for entry in self.avoid)}
 
 
 _PLATFORM = "platform files of CANN's runtime"
@@ -219,13 +228,14 @@ def target(
     cann: str = CANN_DEFAULT,
     soc_version: str | None = None,
     providers: Sequence[str] = PROVIDERS_DEFAULT,
+    avoid: Sequence[str] = (),
 ) -> Target:
     """The profile of a target.
 
     Args:
         name: one of `TARGETS`. cann: one of `CANN_VERSIONS`.
         soc_version: a variant of the chip; by default the usual one.
-        providers: some of `PROVIDERS`, in the order they are to be asked.
+        providers: some of `PROVIDERS`, in the order they are to be asked. avoid: see `Target`.
     Raises:
         CompileError: a name, release, variant or provider that is not known, with the nearest one; a list of providers
             that cannot be.
@@ -246,6 +256,7 @@ def target(
         die=_die(profile.soc, profile.variants[variant], profile.memory_source),
         links=LINKS[name],
         providers=_providers(tuple(providers)),
+        avoid=_avoided(tuple(avoid), tuple(providers)),
     )
 
 
@@ -258,6 +269,18 @@ def _providers(names: tuple[str, ...]) -> tuple[str, ...]:
         given = ",".join(names)
         raise CompileError(f"providers {given}: most operators come with CANN alone; name it too: {given},builtin.")
     return names
+
+
+def _avoided(entries: tuple[str, ...], providers: tuple[str, ...]) -> tuple[str, ...]:
+    chosen = tuple(name for name, row in ROWS.items() if row.provider != "ge")
+    for entry in entries:
+        type_, equals, provider = entry.partition("=")
+        _known("--avoid: operator", type_, chosen)
+        if equals:
+            _known(f"--avoid {type_}: provider", provider, providers)
+    if len({entry.partition("=")[0] for entry in entries}) < len(entries):
+        raise CompileError(f"--avoid {', '.join(entries)}: each operator once.")
+    return entries
 
 
 def _known(what: str, given: str, known: tuple[str, ...]) -> str:

@@ -27,7 +27,6 @@ from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.ops.kernel_project import project_files
-from kimi_graph.read_config import parse_config
 from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
@@ -36,6 +35,7 @@ from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
 from .executor import Executor, Selections, provenance_counts
 from .executor.on_twin import ARCH, kernels_on_twin
+from .expect import bundle_config, check_checkpoint_model
 from .ge_proto import ModelDef
 from .manifest import check_claims
 from .ranks import Plan, as_written_ahead
@@ -761,22 +761,6 @@ def _check_steps(bundle: Bundle, steps: int) -> None:
         )
 
 
-def bundle_config(bundle: Bundle) -> ModelConfig:
-    """The model that a bundle was made of.
-
-    Raises:
-        BundleError: it is not the one that the manifest names.
-    """
-    source = bundle.manifest["model"]
-    config = parse_config(source["config"], origin=f"{bundle.folder}: manifest.json, model.config", name=source["name"])
-    if config.fingerprint != source["fingerprint"]:
-        raise BundleError(
-            f"{bundle.folder}: model.config has the fingerprint {config.fingerprint[:16]}..., the manifest says "
-            f"{source['fingerprint'][:16]}...; the bundle was made for another model."
-        )
-    return config
-
-
 def silent(what: str, done: int, total: int) -> None:
     """Reports nothing."""
 
@@ -828,6 +812,7 @@ def verify_bundle(
         bundle.kernels_state()
         _check_steps(bundle, steps)
     weights = find_checkpoint(bundle, checkpoint)
+    check_checkpoint_model(bundle, weights.folder)
     if kernels is not None and (processes or "native" not in modes):
         raise VerifyError("--kernels twin: runs in this process and in native mode; leave --processes and --mode out.")
     if kernels is not None:

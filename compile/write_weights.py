@@ -29,13 +29,14 @@ from kimi_graph.parallel.mesh import MAX_RANKS, Mesh
 
 from . import air
 from .bundle import Bundle, as_written, dump, file_hash, open_bundle, read_json
+from .expect import bundle_config
 from .ge_proto import Dtype, ModelDef, TensorDescriptor, is_tiled, shape_of
 from .in_place import Shares, shares_of
 from .journal import Done, Flusher, Journal
 from .making import Maker, Task, Wanted
 from .manifest import check_claims, is_weight
 from .parts import ALIGNMENT, PartFile, mesh_of, part_files
-from .verify import bundle_config, find_checkpoint
+from .verify import find_checkpoint
 from .written import INDEX, INDEX_FORMAT, JOURNAL, SOURCE, described, open_written, written_folder
 
 Notify = Callable[[str, int, int], None]

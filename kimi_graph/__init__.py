@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
+    from .compile.opened import open_bundle
     from .models import (
         count_parameters,
         decode,
@@ -47,6 +48,7 @@ _HOMES = {
     "init_state": "models",
     "load_config": "read_config",
     "load_params": "checkpoint",
+    "open_bundle": "compile.opened",
     "parameter_counts": "models",
     "prefill": "models",
 }
@@ -65,6 +67,7 @@ __all__ = [
     "load_config",
     "load_params",
     "models",
+    "open_bundle",
     "ops",
     "parallel",
     "parameter_counts",

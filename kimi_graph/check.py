@@ -82,7 +82,8 @@ class Report:
                 "weights (--weights-format; bytes, chip, whether graphs can have it, what becomes of the experts):",
             ]
             lines += [f"    {line}" for line in [*weight_formats.table(self.choices), *self._loss()]]
-        lines += [f"fault: {fault}" for fault in self.faults]
+        said = self.faults[:1] if self.audit.ok else ()  # the summary says it
+        lines += [f"fault: {fault}" for fault in self.faults if fault not in said]
         if not self.audit.ok:
             lines += ["", str(self.audit)]
         return "\n".join(lines)
@@ -189,7 +190,10 @@ def _size_note(source: Path, size: int) -> list[str]:
     """Where only names are known, the index's own sum tells whether the tensors are of the model's size."""
     index = source if source.is_file() else find_files(source)[0]
     assert index is not None
-    said = read_json(index, MAX_INDEX, CheckpointError).get("metadata", {}).get("total_size")
+    metadata = read_json(index, MAX_INDEX, CheckpointError).get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if said is not None and type(said) is not int:
+        return [f"the index does not say a size: its total_size is {str(said)[:40]!r}."]
     if said == size:
         return [f"the index says {size:,} bytes, as the model's tensors have."]
     return [] if said is None else [f"the index says {said:,} bytes, the model's tensors have {size:,}."]

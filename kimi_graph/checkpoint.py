@@ -26,7 +26,7 @@ from .audit import DESCRIPTION, Audit, audit_names
 from .config import ModelConfig
 from .errors import CheckpointError, ConfigError
 from .files import new_folder, read_into
-from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, counted, read_headers
+from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, at_home, counted, read_headers
 from .models import Block, Decoder, model_specs
 from .naming import Names
 from .read_config import read_json
@@ -129,7 +129,7 @@ def audit(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, config: ModelC
 def read_description(folder: Path) -> dict[str, Any] | None:
     """What msModelSlim says of a folder's tensors; None where it did not write them."""
     file = folder / DESCRIPTION
-    return read_json(file, MAX_INDEX, CheckpointError) if file.is_file() else None
+    return read_json(at_home(file), MAX_INDEX, CheckpointError) if file.is_file() else None
 
 
 def param_dtype(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
@@ -311,9 +311,12 @@ def save_checkpoint(
         CheckpointError: the folder exists; a tensor is missing, has a wrong shape, or has no data.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; choose a new folder, or delete it.")
-    with new_folder(folder) as work:
+
+    def may_replace() -> None:
+        if folder.exists():
+            raise CheckpointError(f"{folder}: exists already; choose a new folder, or delete it.")
+
+    with new_folder(folder, may_replace) as work:
         files = write_shards(work, specs, params, config.dtype, max_shard_bytes, packed)
         (work / "config.json").write_text(json.dumps(config.source, indent=2, sort_keys=True) + "\n")
     return ["config.json", *files]

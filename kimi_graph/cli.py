@@ -54,7 +54,10 @@ A deployment, in order:
   kimi-graph lint build/tiny-a3                                   what the files alone prove
   kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
   kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
+  kimi-graph buckets build/tiny-a3 --batch 1 --length 4096        which graph serves it, or why none does
+  kimi-graph diff build/tiny-a3 build/new                         what changed, and whether it matters
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
+  kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
 
 kimi-graph COMMAND --help says more.
 """
@@ -399,6 +402,10 @@ def compile(  # noqa: A001 (the command's name)
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
     ] = CANN_DEFAULT,
     providers: Providers = PROVIDERS_DEFAULT,
+    avoid: Annotated[
+        list[str] | None,
+        typer.Option("--avoid", metavar="OP[=P]", help="Do without an operator, or take provider P's in its place."),
+    ] = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -422,6 +429,9 @@ def compile(  # noqa: A001 (the command's name)
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
     ] = False,
+    golden: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Store N cases of each operator, for bringup; needs a checkpoint.")
+    ] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make and check the graphs, write nothing.")] = False,
 ) -> None:
     """Make a bundle of static graphs for a target. Needs no NPU, no CANN and no weights.
@@ -441,18 +451,22 @@ def compile(  # noqa: A001 (the command's name)
             "it chooses --exchange, --split-cache, --moe-chunks and --pad itself; give a --mesh for your own.",
             param_hint="'--devices'",
         )
+    source = Path(model) if Path(model).is_dir() and model not in _presets() else None
+    if golden and (dry_run or source is None):
+        raise typer.BadParameter("is recorded from a run: give a checkpoint's folder and -o.", param_hint="'--golden'")
     started = time.perf_counter()
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
 
         # before torch is imported: a wrong name is answered at once
-        profile = find_target(target, cann=cann, providers=_split(providers))
+        profile = find_target(target, cann=cann, providers=_split(providers), avoid=avoid or ())
         from kimi_graph.compile.driver import compile_model
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.parallel.mesh import Mesh
 
         config = _load_config(model)
         if devices is not None:
+            from kimi_graph.plan.report import sequences
             from kimi_graph.plan.search import Ask, make_plan
 
             best = make_plan(
@@ -464,7 +478,7 @@ def compile(  # noqa: A001 (the command's name)
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             print(
-                f"mesh      {best.choice}: the best of {devices:,} dies for {best.request.rows:,} sequences, "
+                f"mesh      {best.choice}: the best of {devices:,} dies for {sequences(best.request.rows)}, "
                 f"--weights-format {weights_format}"
             )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
@@ -474,7 +488,7 @@ def compile(  # noqa: A001 (the command's name)
             config,
             target=profile,
             out=None if dry_run else out,
-            checkpoint=Path(model) if Path(model).is_dir() and model not in _presets() else None,
+            checkpoint=source,
             phases=None if phase is None else _split(phase),
             batch=batch,
             chunk=chunk,
@@ -496,6 +510,11 @@ def compile(  # noqa: A001 (the command's name)
             keep=not no_cache,
             progress=progress,
         )
+        if golden and out is not None:
+            from kimi_graph.compile.golden import write_golden
+
+            progress("golden", 0, 0)
+            print(f"golden    {write_golden(out, source, golden)} cases of single operators")
     _show(made, as_json=False, started=started, where=None if dry_run else out)
 
 
@@ -594,8 +613,12 @@ def plan(
     """
     if not claims and (model is None or target is None):
         raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
-    if claims and (model is not None or html is not None):
-        raise typer.BadParameter("it takes no MODEL and makes no --html; leave them out.", param_hint="'--claims'")
+    wanted = (model, target, devices, mesh, max_len, batch, ttft, tpot, html)
+    if claims and any(x is not None for x in wanted):
+        raise typer.BadParameter("it takes --factor and --json alone; leave the rest out.", param_hint="'--claims'")
+    for flag, limit in (("--ttft", ttft), ("--tpot", tpot)):
+        if limit is not None and not limit > 0:
+            raise typer.BadParameter("expected more than 0.", param_hint=f"'{flag}'")
     if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
@@ -876,25 +899,85 @@ def check(
 @command
 def lint(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="It has to be of this preset, config.json or checkpoint.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="NAME", help="It has to be for this target.")] = None,
+    cann: Annotated[str | None, typer.Option(metavar="V", help="... and this CANN release.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="AXES", help="... and these ranks, pp=2,tp=2; none: one rank.")
+    ] = None,
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
     as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
     collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
-    stage reads an earlier one gives. No weights. Exit code 1 if something does not hold.
+    stage reads an earlier one gives. No weights. With --model, --target, --cann or --mesh also that it is for them.
+    Exit code 1 if something does not hold.
 
     \b
     kimi-graph lint build/tiny-a3
+    kimi-graph lint build/tiny-a3 --model build/tiny --target a3 --cann 9.2 --mesh none
     """
     started = time.perf_counter()
     with _without_collecting():
+        from kimi_graph.compile.expect import Expected
         from kimi_graph.compile.lint import lint_bundle
         from kimi_graph.compile.torchair_host import default_cache, load
 
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
-        report = lint_bundle(bundle, host.root)
+        expected = Expected(model=model, target=target, cann=cann, mesh=mesh)
+        report = lint_bundle(bundle, host.root, expected)
     _judge(report, as_json=as_json, started=started)
+
+
+@command
+def diff(
+    old: Annotated[Path, typer.Argument(metavar="A", help="A folder that compile made.")],
+    new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Say what changed from bundle A to bundle B, and whether it matters. Model, target, mesh, states, nodes of graphs,
+    recipes of weights, operator packages, versions. Exit code 0 if both hold the same bytes (local.json and
+    weights made ahead aside), 1 if they differ in anything, whether or not it matters.
+
+    \b
+    kimi-graph diff build/tiny-a3 build/new
+    kimi-graph diff build/tiny-a3 build/new --json
+    """
+    started = time.perf_counter()
+    from kimi_graph.compile.diff import diff_bundles
+
+    found = diff_bundles(old, new)
+    _show(found, as_json=as_json, started=started)
+    if not found.same:
+        raise typer.Exit(1)
+
+
+@command
+def buckets(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    batch: Annotated[
+        int | None, typer.Option(metavar="B", min=1, help="Sequences at once, of all ranks. Default: 1.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(metavar="L", min=1, help="Tokens of each, prompt and new ones. Default: 1.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say which graph of a bundle serves a batch and a length, in how many steps, and what is refused and why. Without
+    them, all sizes there are. Prefill and decode have one contract: what one refuses the other does too. Exit code 1
+    if it is refused.
+
+    \b
+    kimi-graph buckets build/tiny-a3
+    kimi-graph buckets build/tiny-a3 --batch 2 --length 200
+    """
+    started = time.perf_counter()
+    from kimi_graph.compile.buckets import buckets_of
+
+    _judge(buckets_of(bundle, batch, length), as_json=as_json, started=started)
 
 
 @command
@@ -1032,6 +1115,46 @@ def deploy(
             return
         made = deploy_bundle(bundle, hosts, out, cann)
     _show(made, as_json=as_json, started=started, where=made.folder)
+
+
+@command
+def bringup(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    deployment: Annotated[
+        Path | None,
+        typer.Option("--deploy", metavar="DIR", help="Run on NPUs, by its loader. Default: a rehearsal on the CPU."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Report and journal. Default: BUNDLE.bringup, beside it."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Try again what passed before.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Try a bundle on a machine, step by step. Environment, groups of ranks, operators against golden cases, a layer of
+    each kind, every stage, all ranks. Stops at the first tensor that differs, and says whose it is and what would
+    explain it. What passed is not tried again. Exit code 1 if something differs. Without --deploy it is a rehearsal: a
+    CPU in place of the devices.
+
+    \b
+    kimi-graph bringup build/tiny-a3
+    kimi-graph bringup build/k31-4 --deploy build/k31-4.deploy -o build/report
+    """
+    started = time.perf_counter()
+    with _progress() as progress:
+        from kimi_graph.compile.bringup import bring_up
+
+        device = None
+        if deployment is not None:
+            from kimi_graph.compile.npu_device import open_device
+
+            device = open_device(bundle, deployment, os.environ)
+        where = out or bundle.with_name(f"{bundle.resolve().name}.bringup")
+        report = bring_up(bundle, device, checkpoint=checkpoint, out=where, restart=restart, progress=progress)
+    _judge(report, as_json=as_json, started=started)
 
 
 kernels = typer.Typer(cls=_Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")

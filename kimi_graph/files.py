@@ -1,40 +1,178 @@
-"""Folders and files that are whole or not there: written under a temporary name beside their place, then renamed."""
+"""Folders and files that are whole or not there: written under a temporary name beside their place, then renamed.
+
+Where something is replaced, the two are exchanged in one step (Linux), so that a process killed at any moment leaves
+the old folder or the new one. Elsewhere the old one is moved away first; killed between the two, it lies beside its
+place, and the next one to write there puts it back.
+"""
 
 import contextlib
+import ctypes
+import errno
+import fnmatch
+import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+TRIES = 100  # renames that others may be faster at
 
 
 @contextlib.contextmanager
-def new_folder(folder: str | Path) -> Iterator[Path]:
+def new_folder(folder: str | Path, may_replace: Callable[[], object] = lambda: None) -> Iterator[Path]:
     """Yield an empty folder to write to; at the end it becomes `folder`, after an error it is gone.
 
-    What was at `folder` before is replaced: whether it may be is for the caller to decide first.
+    What is at `folder` is replaced. What killed processes left of such writing is taken away first.
+
+    Args:
+        may_replace: raises where `folder` must not be replaced. Asked again at the end: somebody else may have been
+            faster.
+
+    Raises:
+        OSError: it cannot be written; the name is that of the file in `folder`.
     """
     folder = Path(folder).absolute()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    stem = folder.parent / f".{folder.name}.{secrets.token_hex(4)}"
-    work, old = stem.with_suffix(".part"), stem.with_suffix(".old")
-    work.mkdir()
-    try:
-        yield work
-        if os.path.lexists(folder):
-            folder.rename(old)
+    may_replace()
+    with _named(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        work, lock = _held_folder(folder)
         try:
-            work.rename(folder)
-        except OSError:
-            if os.path.lexists(old):
-                old.rename(folder)
+            yield work
+            _delete(_put(work, folder, may_replace))
+        finally:
+            _delete(work)
+            if lock is not None:
+                os.close(lock)
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Errors of the system inside name what is or was to be in `folder`, or all of it where they name nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
             raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    if old.is_symlink():
-        old.unlink()
-    elif old.exists():
-        shutil.rmtree(old)
+        name = error.filename if isinstance(error.filename, (str, bytes)) else folder
+        raise OSError(error.errno, error.strerror, str(_place_of(Path(os.fsdecode(name)), folder))) from error
+
+
+def _place_of(path: Path, folder: Path) -> Path:
+    """Where a file that is written beside `folder` was to be; any other path as it is."""
+    depth = len(folder.parts) - 1
+    beside = path.parts[:depth] == folder.parts[:depth] and len(path.parts) > depth
+    hidden = beside and any(fnmatch.fnmatchcase(path.parts[depth], pattern) for pattern in _patterns(folder))
+    return folder.joinpath(*path.parts[depth + 1 :]) if hidden else path
+
+
+def _patterns(folder: Path) -> tuple[str, str]:
+    """Of the names that what is written beside `folder`, and what was there, have for a while."""
+    name = f".{glob.escape(folder.name)}.????????"
+    return f"{name}.part", f"{name}.old"
+
+
+def _put(work: Path, folder: Path, may_replace: Callable[[], object]) -> Path:
+    """Make `work` be `folder`; returns where what was there is now, if anything was."""
+    for tried in range(TRIES):
+        there = os.path.lexists(folder)
+        may_replace()
+        try:
+            if not there:
+                work.rename(folder)  # fails where another process has put something there
+                return work
+            return work if _exchange(work, folder) else _replace(work, folder)
+        except OSError as error:
+            faster = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
+            if not faster or tried + 1 == TRIES:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _replace(work: Path, folder: Path) -> Path:
+    """Where two folders cannot be exchanged in one step."""
+    old = work.with_suffix(".old")
+    folder.rename(old)
+    try:
+        work.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    return old
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where the system has no way to."""
+    if sys.platform != "linux":
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    at, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(at, os.fsencode(one), at, os.fsencode(other), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- what killed processes left --------------------------------------------------------------------------------------
+
+
+def _held_folder(folder: Path) -> tuple[Path, int | None]:
+    """A new folder beside `folder`, locked for as long as this process lives."""
+    while True:
+        work = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.part"
+        work.mkdir()
+        lock = _lock(work, wait=True)
+        if work.exists():
+            return work, lock
+        if lock is not None:  # another process took it for one that a killed process had left
+            os.close(lock)
+
+
+def _lock(path: Path, *, wait: bool = False) -> int | None:
+    """A lock that goes with the process; None where another process has it, or there are none."""
+    if sys.platform == "win32":
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what killed processes left beside `folder`, and put back what they had moved away."""
+    left = [path for pattern in _patterns(folder) for path in folder.parent.glob(pattern)]
+    for path in left:
+        if (lock := _lock(path)) is not None:
+            try:
+                if path.suffix == ".old" and not os.path.lexists(folder):
+                    path.rename(folder)
+                else:
+                    _delete(path)
+            finally:
+                os.close(lock)
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -69,7 +69,7 @@ def make_fixture(
     packed = released_formats(small, specs)
     tensors = pieces_of(specs, small.dtype, packed)
     total = sum(piece.bytes for piece in tensors)
-    with new_folder(out) as work:
+    with new_folder(out, lambda: _check_place(out, overwrite)) as work:
         names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS), packed)
         tokenizer, tokenizer_config = chat_tokenizer(small)
         texts = {

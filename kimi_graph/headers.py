@@ -100,7 +100,7 @@ def find_files(folder: Path) -> tuple[Path | None, Path | None]:
         some = sorted(p.name for p in folder.glob("*.safetensors"))
         hint = f"; there are {len(some)} files such as {some[0]}, but no index" if some else ""
         raise CheckpointError(f"{folder}: found neither {INDEX} nor {SINGLE}{hint}.")
-    return (indexes[0] if indexes else None), (singles[0] if singles else None)
+    return (at_home(indexes[0]) if indexes else None), (singles[0] if singles else None)
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -110,7 +110,16 @@ def inside(folder: Path, name: str) -> Path:
     path = folder / name
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such file, but the index names it.")
-    home = path.resolve().parent
+    return at_home(path)
+
+
+def at_home(path: Path) -> Path:
+    """The path of a file of a checkpoint that really is in its folder.
+
+    Raises:
+        CheckpointError: it is a link that leads out of the folder.
+    """
+    folder, home = path.parent.resolve(), path.resolve().parent
     # The Hugging Face cache keeps models/snapshots/<revision>/<name> as links to models/blobs/<hash>.
     cached = folder.parent.name == "snapshots" and home == folder.parent.parent / "blobs"
     if home != folder and not cached:

@@ -9,7 +9,7 @@ from .kda_chunk import kda_chunk
 from .kda_gate import kda_gate
 from .kda_step import kda_step
 from .moe import grouped_matmul, moe_combine, moe_dispatch, moe_route, swiglu
-from .norm import gated_rms_norm, l2_norm, layer_norm, rms_norm
+from .norm import gated_rms_norm, l2_norm, layer_norm, rms_norm, sigmoid_gate
 from .quantised_cache import (
     quantised_cache_write,
     quantised_index_write,
@@ -61,6 +61,7 @@ __all__ = [
     "rope",
     "select_keys",
     "short_conv",
+    "sigmoid_gate",
     "situ",
     "situ_mul",
     "sparse_attention",

@@ -104,9 +104,8 @@ def export_kernels(folder: str | Path, *, overwrite: bool = False) -> Exported:
         KernelError: something else is there.
     """
     folder = Path(folder)
-    _check_place(folder, overwrite)
     files = project_files()
-    with new_folder(folder) as work:
+    with new_folder(folder, lambda: _check_place(folder, overwrite)) as work:
         for name, data in files.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             (work / name).write_bytes(data)

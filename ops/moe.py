@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .base import at_least_f32, by_rows, operator, recorded
 from .contract import FEW, few_rows, shares
+from .offers import Offer
 
 NARROW_ROWS = 64  # torch builds code of most of a megabyte for every number of rows that a bfloat16 product has
 
@@ -193,8 +194,29 @@ _E4M3 = 36  # in GE's dtype enum
 
 def _mx_rows(ge, x):
     """Rows in E4M3 with a power of two for every 32 channels."""
+    return ge.serve("rows in MXFP8", MX_ROWS, x)
+
+
+def _dynamic_mx(ge, x):
     attrs = {"axis": -1, "round_mode": "rint", "dst_type": _E4M3, "blocksize": 32, "scale_alg": 0}
     return ge.own("DynamicMxQuant", {"x": x}, ["y", "mxscale"], attrs)
+
+
+def _situ_mx(ge, x):
+    """Of what SiTU was made of: its own result is not made."""
+    halves, beta, linear_beta = ge.made_of(x, "kimi.situ")
+    attrs = {"beta": beta, "linear_beta": linear_beta, "activate_left": True, "axis": -1, "dst_type": _E4M3}
+    return ge.own("SituMxQuant", {"x": halves}, ["y", "y_scale"], attrs | {"round_mode": "rint"})
+
+
+def _not_of_situ(ge, x) -> str:
+    return "" if ge.made_of(x, "kimi.situ") else "quantises what it makes itself by SiTU, and these rows are not that"
+
+
+MX_ROWS = (
+    Offer("builtin", "SituMxQuant", _situ_mx, "SiTU and its rows' quantisation in one operator", _not_of_situ),
+    Offer("builtin", "DynamicMxQuant", _dynamic_mx, "a power of two for every 32 channels"),
+)
 
 
 def _block_rows(ge, x):

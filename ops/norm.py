@@ -1,4 +1,7 @@
-"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm. Statistics in float32."""
+"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm. Statistics in float32.
+
+And the gate alone.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +106,41 @@ def _own_width(ge, x, *args) -> str:
 GATED = (
     Offer("own", "GatedRmsNorm", _gated, "CANN has no norm that multiplies by a sigmoid", _own_width),
     Offer("composed", "RmsNorm, Sigmoid, Mul", _gated_composed, "float32 between the operators"),
+)
+
+
+@operator(sharding="... d, ... d -> ... d")
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """`x` times the sigmoid of `gate`, in their dtype: `[..., D]`. The output gate of attention."""
+    return x * torch.sigmoid(gate)
+
+
+@sigmoid_gate.fake
+def _(x, gate):
+    return empty_like(x)
+
+
+@sigmoid_gate.lowering
+def _(ge, *args):
+    return ge.serve("gate of attention", SIGMOID_GATE, *args)
+
+
+def _sigmoid_gate(ge, x, gate):
+    """The last part of the chain around attention by itself: products stand before and after it."""
+    inputs = {"x": x, "residual": None, "weight": None, "gate": gate}
+    y, total = ge.own("ResidualNormGate", inputs, ["y", "sum"], {})
+    ge.mark(total, (0,), ge.dtype(x))
+    return y
+
+
+def _sigmoid_gate_composed(ge, x, gate):
+    made = ge.mark(ge.Sigmoid(gate), ge.shape(gate), ge.dtype(gate))
+    return ge.Mul(x, made)
+
+
+SIGMOID_GATE = (
+    Offer("composed", "Sigmoid, Mul", _sigmoid_gate_composed, "rounded between the two, as released code does"),
+    Offer("own", "ResidualNormGate", _sigmoid_gate, "one kernel, rounded once"),
 )
 
 

@@ -38,7 +38,11 @@ def _(ge, *args):
 
 
 def _own(ge, sources, norm, query, eps):
-    return ge.own("AttnResMix", {"sources": list(sources), "norm": norm, "query": query}, ["y"], {"eps": eps})
+    """`compile.fuse` gives it the sum and the norm beside it in the graph of all parts: addend and gain."""
+    inputs = {"sources": list(sources), "norm": norm, "query": query, "addend": None, "gain": None}
+    y, total = ge.own("AttnResMix", inputs, ["y", "total"], {"eps": eps})
+    ge.mark(total, (0,), ge.dtype(sources[0]))
+    return y
 
 
 def _composed(ge, sources, norm, query, eps):

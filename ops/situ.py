@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .base import at_least_f32, by_rows, empty_like, operator
-from .offers import Offer
+from .offers import Offer, cannot
 
 
 def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
@@ -94,8 +94,20 @@ def _own_split(ge, x, beta, linear_beta):
     return _own(ge, gate, up, beta, linear_beta)
 
 
+# What quantises too. Experts of these graphs are bfloat16, or INT4 whose rows are not quantised, or packed floats whose
+# rows are E4M3: none reads rows in INT8 with a scale each, whosever operator makes them.
+_INT8_ROWS = "gives rows in INT8, which no product of these graphs takes: with experts in bf16 or INT4 rows stay bf16"
+_QUANTISING = (
+    cannot("builtin", "SituMxQuant", "gives rows in MXFP8: it serves the rows of MXFP4 experts, not SiTU alone"),
+    cannot("builtin", "DequantSituQuant", _INT8_ROWS),
+    cannot("vllm-ascend", "DequantSituQuant", _INT8_ROWS),
+    cannot("own", "SituMulQuant", _INT8_ROWS),
+)
+
+
 def _offers(builtin, composed, own) -> tuple[Offer, ...]:
     return (
+        *_QUANTISING,
         Offer("builtin", "SituGlu", builtin, "one operator"),
         Offer("composed", "Tanh, Sigmoid, Mul", composed, "element functions in float32"),
         Offer("own", "SituMul", own, "one kernel"),

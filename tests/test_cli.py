@@ -17,14 +17,15 @@ from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
 COMMANDS = [
-    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "deploy",
+    "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
+    "diff", "deploy", "bringup",
 ]  # fmt: skip
 
 
 class Found:
     """A result with many lines."""
 
-    passed = True
+    passed = same = True
     config = types.SimpleNamespace(layers=[None] * 5)
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
@@ -54,12 +55,18 @@ def run(monkeypatch):
 
         for module, names in {
             "kimi_graph.check": ["check_checkpoint", "folder_of"],
+            "kimi_graph.compile.buckets": ["buckets_of"],
             "kimi_graph.compile.cost": ["inspect_cost"],
             "kimi_graph.compile.coverage": ["cover_model"],
+            "kimi_graph.compile.bringup": ["bring_up"],
             "kimi_graph.compile.deploy": ["deploy_bundle", "hosts_example"],
+            "kimi_graph.compile.diff": ["diff_bundles"],
             "kimi_graph.compile.driver": ["compile_model"],
+            "kimi_graph.compile.expect": ["Expected"],
+            "kimi_graph.compile.golden": ["write_golden"],
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
+            "kimi_graph.compile.npu_device": ["open_device"],
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
@@ -67,6 +74,7 @@ def run(monkeypatch):
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
             "kimi_graph.plan.profiles": ["profiles"],
+            "kimi_graph.plan.report": ["sequences"],
             "kimi_graph.plan.search": ["Ask", "make_plan"],
             "kimi_graph.read_config": ["load_config"],
             "kimi_graph.shard": ["Request", "explain_parameter", "meshes_of", "shard_model"],
@@ -120,7 +128,10 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
         "lint",
         "weights",
         "verify",
+        "buckets",
+        "diff",
         "deploy",
+        "bringup",
     ]
 
 
@@ -262,7 +273,9 @@ def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
     [
         (["plan", "m", "--target", "a3", "--exchange"], "they go with a --mesh"),
         (["plan", "m", "--target", "a3", "--devices", "8", "--moe-chunks", "2"], "they go with a --mesh"),
-        (["plan", "m", "--claims"], "leave them out"),
+        (["plan", "m", "--claims"], "leave the rest out"),
+        (["plan", "--claims", "--devices", "4"], "leave the rest out"),
+        (["plan", "m", "--target", "a3", "--ttft", "0"], "more than 0"),
         (["plan", "--target", "a3"], "say which MODEL"),
     ],
 )
@@ -412,3 +425,30 @@ def test_deploy_passes_on_what_was_given(run):
     assert run(["deploy", "b"])[1] == {"deploy_bundle": ((Path("b"), None, None, None), {})}
     result, called = run(["deploy", "b", "--example"], hosts_example=lambda folder: "{}")
     assert (called, result.output) == ({"hosts_example": ((Path("b"),), {})}, "{}\n")
+
+
+# ---- bringup ---------------------------------------------------------------------------------------------------------
+
+
+def test_bringup_passes_on_what_was_given(run):
+    result, called = run(["bringup", "b", "--checkpoint", "c", "--restart"])
+    assert result.exit_code == 0, result.output
+    (folder, device), given = called["bring_up"]
+    assert (folder, device, given["checkpoint"], given["restart"]) == (Path("b"), None, Path("c"), True)
+    assert given["out"] == Path("b.bringup")
+    result, called = run(["bringup", "b", "-o", "r"], bring_up=lambda *a, **k: types.SimpleNamespace(
+        passed=False, summary="stopped", text=lambda: "steps", to_json=dict))  # fmt: skip
+    assert (result.exit_code, called["bring_up"][1]["out"]) == (1, Path("r"))
+    assert "error: stopped" in result.stderr
+
+
+def test_golden_cases_need_weights_and_a_bundle(run, tmp_path):
+    for arguments in (["m", "-o", "b"], [str(tmp_path), "--dry-run"]):
+        result, called = run(["compile", *arguments, "--target", "a3", "--golden", "2"])
+        assert (result.exit_code, called) == (2, {})
+        assert "recorded from a run" in result.stderr
+    result, called = run(
+        ["compile", str(tmp_path), "--target", "a3", "-o", "b", "--golden", "2"], write_golden=lambda *a: 7
+    )
+    assert called["write_golden"][0] == (Path("b"), tmp_path, 2)
+    assert "golden    7 cases of single operators" in result.output

@@ -142,7 +142,7 @@ def mla(
         o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch, step=step)
     o_BTHV = tap("heads", o_BTHV)
     if p.gate is not None:
-        o_BTHV = o_BTHV * torch.sigmoid(contract("btd,hvd->bthv", own_BTD, p.gate))
+        o_BTHV = ops.sigmoid_gate(o_BTHV, contract("btd,hvd->bthv", own_BTD, p.gate))
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
     return constrain(y_BTD, "batch", "sequence", None), after, selected
 

@@ -37,7 +37,7 @@ def profiles(name: str | None = None) -> Profiles:
     Raises:
         CompileError: a name that is not known.
     """
-    return Profiles(tuple(target(n) for n in ([name] if name else TARGETS)), name is not None)
+    return Profiles(tuple(target(n) for n in (TARGETS if name is None else [name])), name is not None)
 
 
 def numbers(t: Target) -> dict[str, Number]:

@@ -17,7 +17,7 @@ from kimi_graph.compile.driver import Request, legal_phases
 from kimi_graph.compile.targets import Target
 from kimi_graph.compile.weight_formats import kept_form
 from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length
-from kimi_graph.errors import KimiGraphError, ShardingError
+from kimi_graph.errors import ConfigError, KimiGraphError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 
@@ -126,6 +126,8 @@ def base_request(ask: Ask) -> Request:
     c = arranged(ask.config, ask.redundant_experts, ask.moe_chunks)
     stored = released_formats(c, decoder.model_specs(c))
     check_length(c, ask.length, max(1, ask.page))
+    if ask.chunk is not None and ask.chunk > ask.length:
+        raise ConfigError(f"--chunk {ask.chunk:,} is over --max-len {ask.length:,}; the largest is {ask.length:,}.")
     rows = ask.batch or (ask.mesh.data if ask.mesh is not None else ask.devices) or 1
     request = Request(
         config=c, target=ask.target, phases=legal_phases(c), rows=rows, max_len=ask.length, page=ask.page,
@@ -253,7 +255,7 @@ def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
         ShardingError, CompileError, ConfigError: what cannot be at all.
     """
     base = base_request(ask)
-    sieve = Sieve(base, ask.factors)
+    sieve = Sieve(base, ask.factors, ask.chunk)
     if ask.mesh is not None:
         return _one_mesh(ask, base, sieve)
     if ask.devices is not None:
@@ -278,8 +280,18 @@ def _one_mesh(ask: Ask, base: Request, sieve: Sieve) -> Plan:
     choice = Choice(
         mesh=mesh, exchange=ask.exchange, split_cache=ask.split_cache, chunk=chunk, chunks=ask.moe_chunks, pad=ask.pad
     )
-    option = evaluate(ask, sieve, choice)
+    try:
+        option = evaluate(ask, sieve, choice)
+    except PlanError as error:
+        raise PlanError(f"{error}. {_instead(ask, base, sieve, mesh.world)}") from None
     return _quick_enough(ask, Plan(ask=ask, base=base, devices=mesh.world, options=(option,), legal=1, fitting=1))
+
+
+def _instead(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
+    """A mesh of as many dies that fits, or how many would do."""
+    free = replace(ask, mesh=None, ttft=None, tpot=None, batch=base.rows)
+    found = _with(free, base, sieve, devices, traced=1)
+    return _nearest(free, sieve, devices) if found is None else f"Of so many dies {found.best.choice} does"
 
 
 def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], list[Choice]]:
@@ -394,7 +406,7 @@ def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
     if found is None:
         raise PlanError(_nothing(ask, base, sieve, MOST))
     few = least(sieve)
-    fewer = last or (f"{few - 1:,}: weights shared out evenly would not fit" if few > 1 else "")
+    fewer = last or (f"{few - 1:,}: weights and states shared out evenly would not fit" if few > 1 else "")
     return _quick_enough(ask, replace(found, fewer=fewer, bare=_one_by_one(ask, base, sieve, found.devices)))
 
 
@@ -482,7 +494,7 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
     base = sieve.base
     if base.rows == devices and ask.batch is None:  # one sequence for each device: of more devices, too
         base = like(base, rows=1)
-        sieve = Sieve(base, ask.factors)
+        sieve = Sieve(base, ask.factors, ask.chunk)
     for count in counts_up_to(sieve, MOST):
         fitting, _ = _fitting(sieve, count)
         found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=1) if fitting else None

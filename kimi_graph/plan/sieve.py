@@ -19,6 +19,7 @@ from kimi_graph.compile.meshes import Layout
 from kimi_graph.compile.phases import pools
 from kimi_graph.compile.targets import Target
 from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length, in_chunks
+from kimi_graph.errors import ConfigError
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import Counts, parameter_counts, part_of
 from kimi_graph.models.pipeline import parameter_bytes
@@ -113,13 +114,24 @@ def _layers(c: ModelConfig, stages: int) -> tuple[range, ...]:
 
 
 class Sieve:
-    """Meshes for a request without one (`base`): rows, length, formats and flags of all."""
+    """Meshes for a request without one (`base`): rows, length, formats and flags of all.
 
-    def __init__(self, base: Request, factors: Factors) -> None:
+    Args:
+        chunk: tokens of a prefill step; None: what suits each mesh.
+
+    Raises:
+        ConfigError: nothing of a die is left beside what driver and runtime take.
+    """
+
+    def __init__(self, base: Request, factors: Factors, chunk: int | None = None) -> None:
+        self.given = chunk
         self.base, self.f, self.c = base, factors, base.config
         self.pages = check_length(self.c, base.max_len, base.page).pages
         self.sparse = decoder.is_sparse(self.c, self.pages * base.page)
         self.census = census_of(base, buckets_of(base)[0])
+        if self.room <= 0:
+            free, t = base.target.memory_bytes / GIB, base.target
+            raise ConfigError(f"--factor reserve_gib={factors.reserve_gib:g}: a die of {t.name} has {free:,.2f} GiB.")
         self.weights: dict[Any, Shares] = {}
         self.states: dict[Any, list[int]] = {}
         self.reads = [self._read(i) for i in range(len(self.c.layers))]
@@ -174,6 +186,9 @@ class Sieve:
         long = (
             mesh.tensor > 1 and self.base.kv_dtype == "bf16" and self._cache(plain) > self.base.target.memory_bytes / 8
         )
+        queries = mesh.context * (mesh.tensor if self.sparse else 1)
+        if plain.chunk % queries:  # of a chunk that was asked for
+            return
         for choice in (plain, *self._exchanged(plain)):
             yield choice
             if long:
@@ -183,7 +198,7 @@ class Sieve:
         """The choice with the longest prefill step that should find room; at least 512 tokens of a rank."""
         rows, ways = max(1, self.base.rows // choice.mesh.data), choice.mesh.context * choice.mesh.tensor
         held = self.held(choice)
-        while held + self._working(choice) > self.room and choice.chunk * rows > 512 and choice.chunk > ways:
+        while self.given is None and held + self._working(choice) > self.room and choice.chunk > max(512 // rows, ways):
             choice = replace(choice, chunk=max(ways, choice.chunk // 2 // ways * ways))
         return choice
 
@@ -207,6 +222,8 @@ class Sieve:
 
     def chunk(self, mesh: Mesh, rows: int | None = None, tokens: int = STEP_TOKENS) -> int:
         """Tokens of a prefill step: as many as make `tokens` on a rank, and divide over what shares out queries."""
+        if self.given is not None:
+            return self.given
         rows, ways = rows or self.base.rows, mesh.context * mesh.tensor
         most = min(tokens // max(1, rows // mesh.data), self.base.max_len)
         return max(ways, most // ways * ways)
@@ -215,7 +232,12 @@ class Sieve:
         """With rows sent to their experts, where CANN's pair can."""
         c, mesh, moe = self.c, plain.mesh, self.c.moe
         world = mesh.data * mesh.tensor
-        if moe is None or mesh.experts == 1 or self.base.rows % world:
+        if (
+            moe is None
+            or mesh.experts == 1
+            or self.base.rows % world
+            or self.base.rows * plain.chunk % (world * mesh.context)
+        ):
             return
         rows = self.base.rows * plain.chunk // (world * mesh.context)
         chunks = -(-rows // PAIR_ROWS) if "prefill" in self.base.phases else 1
@@ -418,10 +440,11 @@ def _counts(c: ModelConfig) -> Counts:
 
 
 def least(sieve: Sieve) -> int:
-    """The fewest dies on which weights that were shared out evenly would fit."""
-    own = sieve._weights(Choice(mesh=Mesh()))
+    """The fewest dies on which weights and states that were shared out evenly would fit."""
+    alone = Choice(mesh=Mesh())
+    own = sieve._weights(alone)
     experts = getattr(sieve.c.moe, "slots", 0) * sum(own.expert)
-    everything = sum(own.layers) + experts + own.first + own.last_alone
+    everything = sum(own.layers) + experts + own.first + own.last_alone + sum(sieve._states(alone))
     return max(1, math.ceil(everything / sieve.room))
 
 

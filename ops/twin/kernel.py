@@ -178,12 +178,14 @@ class Kernel:
 
     Args:
         cache: folder for built libraries; they are found again by content.
+        defines: macros, of sources that have forms to be compared.
     """
 
-    def __init__(self, name: str, cache: Path) -> None:
+    def __init__(self, name: str, cache: Path, defines: Mapping[str, str] | None = None) -> None:
         if name not in kernels():
             raise KernelError(f"no kernel {name!r}; there are {', '.join(kernels())}")
         self.name, self.cache, self.folder = name, cache, FOLDER / name
+        self.defines = dict(defines or {})
         self._built: dict[Any, ctypes.CDLL] = {}
 
     @cached_property
@@ -192,7 +194,7 @@ class Kernel:
         sources = [f"{self.name}_{part}.cpp" for part in ("def", "infershape", "tiling")]
         text = "".join(f'#include "{source}"\n' for source in [*sources, "twin_ops.h", f"{self.name}_proto.h"])
         include = [host, self.folder / "op_kernel", self.folder / "op_graph", shared / "op_host", TWIN / "host"]
-        built = library(text, {}, include, [self.folder, shared], self.cache)
+        built = library(text, self.defines, include, [self.folder, shared], self.cache)
         built.twin_definition.restype = ctypes.c_char_p
         return built
 
@@ -333,6 +335,7 @@ class Kernel:
     def _library(self, listed: dict[str, list[Tensor]], outputs: dict[str, Tensor], arch: int) -> ctypes.CDLL:
         types = {f"DTYPE_{name.upper()}": _C_NAMES[t[0].dtype] for name, t in listed.items() if t}
         types |= {f"DTYPE_{name.upper()}": _C_NAMES[t.dtype] for name, t in outputs.items()}
+        types |= self.defines
         key = (arch, *sorted(types.items()))
         if key not in self._built:
             kernel, common = self.folder / "op_kernel", FOLDER / "common"

@@ -39,7 +39,7 @@ def compile_small(small: Path, host: Host) -> Compile:
 
     def run(out: Path | None, **options: Any) -> Any:
         sizes = {"batch": 2, "chunk": 16, "max_len": 64, "page": 16}
-        given = {"cann": CANN_DEFAULT, "providers": PROVIDERS_DEFAULT}
+        given: dict[str, Any] = {"cann": CANN_DEFAULT, "providers": PROVIDERS_DEFAULT, "avoid": ()}
         given |= {name: options.pop(name) for name in given.keys() & options.keys()}
         profile = target(options.pop("target", "a3"), **given)
         model = options.pop("model", small)
@@ -63,7 +63,13 @@ def family_bundle(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Calla
         return make_fixture(load_config(name), folder, quantised=quantised, ways=ways).folder
 
     @functools.cache
-    def made(name: str, chip: str = "a3", ways: int = 1, **options: Any) -> Path:
+    def made(
+        name: str,
+        chip: str = "a3",
+        ways: int = 1,
+        providers: tuple[str, ...] = PROVIDERS_DEFAULT,
+        **options: Any,
+    ) -> Path:
         folder = tmp_path_factory.mktemp("bundles") / name
         quantised = "weights_format" in options and load_config(name).quant is not None
         source = checkpoint(name, quantised, ways)
@@ -76,7 +82,8 @@ def family_bundle(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Calla
             "patches": 16 if config.vision else None,
             **options,
         }
-        compile_model(config, target=target(chip), out=folder, checkpoint=source, **sizes)
+        profile = target(chip, providers=providers)
+        compile_model(config, target=profile, out=folder, checkpoint=source, **sizes)
         return folder
 
     return made

@@ -100,7 +100,7 @@ def test_a_graph_outside_the_bundle_is_refused(copy, file):
     manifest = read_json(copy / MANIFEST)
     manifest["graphs"][0]["file"] = file
     (copy / MANIFEST).write_bytes(dump(manifest))
-    with pytest.raises(BundleError, match=f"graph file '{file}' leaves the bundle"):
+    with pytest.raises(BundleError, match=f"file '{file}' leaves the bundle"):
         open_bundle(copy)
 
 

@@ -709,7 +709,8 @@ def own(type_: str, width: int, taps: int = 4):
         return g.done(g.add("it", type_, inputs, {"y": (x, BF16)}, eps=1e-5))
     if type_ == "AttnResMix":
         inputs = {"sources0": g.data("x", x[:2] + x[3:]), "norm": g.data("n", [width]), "query": g.data("q", [width])}
-        return g.done(g.add("it", type_, inputs, {"y": (x[:2] + x[3:], BF16)}, eps=1e-5))
+        made = {"y": (x[:2] + x[3:], BF16), "total": ([0], BF16)}
+        return g.done(g.add("it", type_, inputs, made, eps=1e-5))
     if type_ == "KdaChunk":
         inputs = {n: g.data(n, x) for n in "qkv"} | {"decay": g.data("decay", x, F32), "beta": g.data("b", x[:3], F32)}
         inputs |= {"memory": g.state("s", [4, 1, width, width], F32), "slots": g.data("slots", [2], I32)}
@@ -1030,7 +1031,8 @@ def test_sources_of_a_mix_have_one_shape(helpers):
         g = Builder()
         inputs = {"sources0": g.data("a", [2, 3, 16]), "sources1": g.data("b", list(second))}
         inputs |= {"norm": g.weight("norm", [16]), "query": g.weight("query", list(query))}
-        return g.done(g.add("mix", "AttnResMix", inputs, {"y": ([2, 3, 16], BF16)}, eps=1e-5))
+        made = {"y": ([2, 3, 16], BF16), "total": ([0], BF16)}
+        return g.done(g.add("mix", "AttnResMix", inputs, made, eps=1e-5))
 
     check(mix(), helpers)
     with pytest.raises(CompileError, match=r"sources1 is \[2, 16\]; expected \[2, 3, 16\]"):

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from kimi_graph.compile import air
-from kimi_graph.compile.bundle import open_bundle
+from kimi_graph.compile.bundle import dump, open_bundle
 from kimi_graph.compile.deploy import deploy_bundle, hosts_example
 from kimi_graph.compile.driver import compile_model
-from kimi_graph.compile.ge_proto import get_attr
+from kimi_graph.compile.executor import SEMANTICS
+from kimi_graph.compile.ge_proto import bytes_of, get_attr
 from kimi_graph.compile.rank_tables import communicators
+from kimi_graph.compile.scratch import scratch_bytes
 from kimi_graph.compile.targets import target
+from kimi_graph.compile.write_weights import write_weights
+from kimi_graph.compile.written import open_written
 from kimi_graph.errors import BundleError, DeployError
 from kimi_graph.fixture import small_config
 from kimi_graph.ops.twin import compiler
@@ -201,6 +205,9 @@ def test_the_runbook_has_the_numbers_of_the_bundle(meshed, tmp_path):
     assert "Nobody has run these files on a device" in text
     assert "| node-1 | 10.0.0.2 | 2 to 3 | 0 to 1 | 1 |" in text
     assert f"{manifest['memory']['stages'][1]['weights'] / 2**20:,.1f} MiB" in text
+    assert "| 400.0 MiB |" in text  # of HCCL: one group, two buffers
+    prose = [line for line in text.splitlines() if line[:1].isupper()]
+    assert [line for line in prose if not line.endswith((".", ":"))] == []  # no sentence ends in the middle
     assert "| `tensor` | 2 | 2 | inside a host |" in text
     assert "have no offline model on CANN 9.2" in text
     assert "cmake -S $BUNDLE/kernels" in text
@@ -232,18 +239,19 @@ def test_the_same_bundle_and_hosts_give_the_same_bytes(meshed, tmp_path):
 
 def test_weights_made_ahead_are_found_by_rank(meshed, tmp_path):
     bundle = Path(shutil.copytree(meshed, tmp_path / "bundle"))
-    (bundle / "weights").mkdir()
-    index = {
-        "ranks": [0, 1, 2, 3],
-        "files": {
-            "rank_0003-ab.bin": {"ranks": [3], "weights": {"p.b": {"offset": 512, "bytes": 4}}},
-            "shared_tensor_0002-cd.bin": {"ranks": [2, 3], "weights": {"p.a": {"offset": 0, "bytes": 8}}},
-        },
-    }
-    (bundle / "weights" / "index.json").write_text(json.dumps(index))
+    write_weights(bundle, ranks=[0, 1, 2])
+    assert not (deployed(bundle, tmp_path) / "weights").exists()
+    write_weights(bundle)
     out = deployed(bundle, tmp_path)
-    assert (out / "weights" / "3.txt").read_text() == "p.b rank_0003-ab.bin 512 4\np.a shared_tensor_0002-cd.bin 0 8\n"
-    assert (out / "weights" / "2.txt").read_text() == "p.a shared_tensor_0002-cd.bin 0 8\n"
+    for rank in range(4):
+        sizes = {x[1]: x[4] for g in words(out / "ranks" / f"{rank}.txt", "run") for x in
+                 words(out / "graphs" / f"{g[0]}.txt", "weight")}  # fmt: skip
+        listed = [line.split() for line in (out / "weights" / f"{rank}.txt").read_text().splitlines()]
+        assert {name: size for name, _, _, size in listed} == sizes
+        for name, file, offset, size in listed:
+            data = (bundle / "weights" / file).read_bytes()[int(offset) :][: int(size)]
+            assert data == open_written(open_bundle(bundle)).read(rank, name).numpy().tobytes()
+    assert "`weights/*.txt` say where they are" in (out / "README.md").read_text()
 
 
 # ---- one rank, and CANN up to 8.3 ------------------------------------------------------------------------------------
@@ -287,6 +295,38 @@ def test_files_of_clusters_are_written_for_the_chips_and_releases_that_read_them
     for name, bundle, cann in [("a3", meshed, "8.3"), ("new", a2, "9.1")]:
         (tmp_path / name).mkdir()
         assert not (deployed(bundle, tmp_path / name, cann=cann) / "cluster").exists()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_before_a_host_compiles_it_and_scratch_is_named(meshed, tmp_path):
+    """Case A10: weights and states fit, the work memory of the largest graph does not."""
+    made = deploy_bundle(meshed, hosts_file(tmp_path), tmp_path / "fits").deployment
+    held = made.held(1)
+    assert held["scratch"] == max(made.scratch[n] for n in ("prefill_b4_t16_s1", "decode_b4_s1"))
+    manifest = open_bundle(meshed).manifest
+    assert (held["weights"], held["states"]) == tuple(manifest["memory"]["stages"][1][k] for k in ("weights", "states"))
+    bundle = Path(shutil.copytree(meshed, tmp_path / "bundle"))
+    manifest["memory"]["die"] = max(sum(made.held(s).values()) for s in (0, 1)) - 1
+    (bundle / "manifest.json").write_bytes(dump(manifest))
+    with pytest.raises(
+        DeployError, match=r"a rank of stage \d needs .* scratch \d.*; scratch is that of prefill_b4_t16_s"
+    ):
+        deploy_bundle(bundle, hosts_file(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_scratch_is_the_peak_of_what_is_live(bundle):
+    """Between the largest value and all of them together; views and states that are written in place take nothing."""
+    for entry in open_bundle(bundle).manifest["graphs"]:
+        model = air.from_bytes((bundle / entry["file"]).read_bytes(), entry["file"])
+        sizes = []
+        for op in model.graph[0].op:
+            known = SEMANTICS.get(op.type)
+            if known is not None and not known.view and op.type != "Const":
+                sizes += [bytes_of(d) for d in op.output_desc if d.name not in known.in_place]
+        assert max(sizes) <= scratch_bytes(model) < sum(sizes) / 4
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ def test_nodes_of_a_graph_are_lines_with_types_edges_shapes_and_sources(bundle, 
     lines = nodes.text().splitlines()
     assert len(lines) == sum(op.type not in ("Const", "Data", "RefData") for op in nodes.graph.op)
     norm = next(line for line in lines if line.startswith("layers.1.moe/RmsNorm: "))
-    assert norm.startswith("layers.1.moe/RmsNorm: RmsNorm(layers.1.attn_add/Add, p.layers.1.ffn_norm) -> bfloat16[2, ")
+    chain = "AddRmsNorm(layers.1.kda/RmsNorm:2, layers.1.kda/Reshape_"  # of the sum and the norm after it
+    assert norm.startswith(f"layers.1.moe/RmsNorm: {chain}") and ", p.layers.1.ffn_norm) -> bfloat16[2, " in norm
     assert "epsilon=9.99" in norm
     assert "  # models/decoder.py:" in norm
     assert nodes.summary == f"graph {nodes.name}: {len(nodes.graph.op):,} nodes"

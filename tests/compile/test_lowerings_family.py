@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from kimi_graph import ops
+from kimi_graph.compile.bundle import open_bundle
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.checks import check_graph
 from kimi_graph.compile.convert import Converted, convert
 from kimi_graph.compile.driver import convert_piece
 from kimi_graph.compile.executor import Executor, infer_shapes
 from kimi_graph.compile.ge_proto import ModelDef, data_edges, dtype_of, shape_of
-from kimi_graph.compile.lower import Choice
+from kimi_graph.compile.lower import Choice, not_there
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.stamp import Assembly, alias_states
@@ -23,6 +24,7 @@ from kimi_graph.compile.targets import target as target_of
 from kimi_graph.compile.torchair_host import Host
 from kimi_graph.errors import CompileError
 from kimi_graph.layers.attn_residual import AttnResidual, attn_residual
+from kimi_graph.ops.moe import MX_ROWS
 
 Tensor = torch.Tensor
 BF16, F32, I32, I64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -257,6 +259,9 @@ CASES = {
         lambda gate, up: ops.situ_mul(gate, up, 4.0, 25.0),
         {"gate": rand(2, 3, 6, scale=5.0), "up": rand(2, 3, 6, scale=30.0)},
     ),
+    "sigmoid_gate": Case(
+        lambda x, gate: ops.sigmoid_gate(x, gate), {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0)}
+    ),
     "residual_mix of one": mixed(1),
     "residual_mix of four": mixed(4),
     "layer_norm": Case(
@@ -332,7 +337,11 @@ def test_situ_is_one_operator_from_cann_9_2_on(host):
     old = lower(host, CASES["situ"], ("a3", "9.1"))
     assert {"Tanh", "Sigmoid", "Mul", "RealDiv"} <= set(old.types) and "SituGlu" not in old.types
     why = "SituGlu of builtin: built in since CANN 9.2, this is for 9.1"
-    assert old.choices["SiTU"].reason == f"element functions in float32; {why}"
+    reason = old.choices["SiTU"].reason
+    assert reason.startswith("element functions in float32; ") and reason.endswith(why)
+    assert "DequantSituQuant of builtin: gives rows in INT8, which no product of these graphs takes" in reason
+    new = lower(host, CASES["situ"], ("950dt", "9.2")).choices["SiTU"].reason
+    assert "SituMxQuant of builtin: gives rows in MXFP8" in new
 
 
 @pytest.mark.parametrize("name, types", [("situ", ["SplitV", "SituMul"]), ("situ_mul", ["SituMul"])])
@@ -343,6 +352,35 @@ def test_situ_by_a_kernel_of_ours_where_it_is_asked_first(host, name, types, mod
     assert lowered.types == types
     wide = {n: x.double() if mode == "exact" else x for n, x in case.args.items()}
     compare(run(lowered, case.args, mode), reference(case, wide), tolerance)
+
+
+def test_rows_that_situ_makes_for_packed_experts_are_quantised_with_it_where_cann_can(family_bundle):
+    """The first product of an expert reads rows as they come, so those are quantised alone."""
+    types = open_bundle(family_bundle("kimi-k3", "950dt", weights_format="native")).graph("decode")["ops"]
+    assert types["SituMxQuant"] == types["DynamicMxQuant"] == types["GroupedMatmul"] // 2
+    both = MX_ROWS[0]
+    assert both.operator == "SituMxQuant" and "since CANN 9.2" in not_there(both, target_of("950dt", cann="9.1"))
+    assert not_there(both, target_of("950dt", cann="9.2")) == ""
+    assert "no kernel" in not_there(both, target_of("a3", cann="9.2"))
+
+
+K10 = [((1, 1), 0.71582), ((4, 25), 56.9593), ((100, 1000), 100.0), ((-100, 5), 0.0)]  # public case: betas 4 and 25
+
+
+@pytest.mark.parametrize("mode, tolerance", [("exact", 1e-5), ("native", 1e-2)])  # printed digits; bfloat16 as it says
+@pytest.mark.parametrize("providers", [("composed",), ("builtin",), ("own",)], ids=str)
+@pytest.mark.parametrize("halves", [True, False])
+def test_the_public_numbers_of_situ_come_out_of_every_way_to_make_it(host, halves, providers, mode, tolerance):
+    gate, up = (torch.tensor([[float(pair[i])] for pair, _ in K10], dtype=BF16) for i in (0, 1))
+    if halves:
+        case = Case(lambda x: ops.situ(x, 4.0, 25.0), {"x": torch.cat([gate, up], 1)})
+    else:
+        case = Case(lambda gate, up: ops.situ_mul(gate, up, 4.0, 25.0), {"gate": gate, "up": up})
+    lowered = lower(host, case, ("a3", "9.2"), tuple(dict.fromkeys((*providers, "builtin"))))
+    assert {c.provider for c in lowered.choices.values()} == set(providers)
+    (made,) = run(lowered, case.args, mode)
+    for value, (_, expected) in zip(made.flatten().tolist(), K10, strict=True):
+        assert value == pytest.approx(expected, rel=tolerance, abs=1e-6)
 
 
 def test_a_recurrent_step_is_one_operator_where_it_takes_a_float32_memory(host):
@@ -465,6 +503,9 @@ COMPOSED = {
     "gated_rms_norm": Case(
         lambda x, gate, weight: ops.gated_rms_norm(x, gate, weight, 1e-5),
         {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0), "weight": rand(8)},
+    ),
+    "sigmoid_gate": Case(
+        lambda x, gate: ops.sigmoid_gate(x, gate), {"x": rand(2, 3, 4, 8), "gate": rand(2, 3, 4, 8, scale=3.0)}
     ),
     "residual_mix of one": mixed(1),
     "residual_mix of four": mixed(4),

@@ -218,8 +218,9 @@ DIFFERENCES = {
 # Structure of graphs, our own operators, and operators newer than the wheel or without a registration it could read.
 WITHOUT_HELPER = {
     "Data", "Const", "NetOutput", "AttnResMix", "GatedRmsNorm", "ShortConv", "KdaChunk", "KdaStep", "SituMul",
-    "CausalConv1d", "KvQuantSparseFlashAttention", "LightningIndexer", "QuantLightningIndexer", "RecurrentKda",
-    "SituGlu", "SparseAttend", "SparseFlashAttention",
+    "ResidualNormGate", "SituMulQuant", "CausalConv1d", "KvQuantSparseFlashAttention",
+    "LightningIndexer", "QuantLightningIndexer", "RecurrentKda", "SituGlu", "SituMxQuant",
+    "SparseAttend", "SparseFlashAttention",
 }  # fmt: skip
 
 

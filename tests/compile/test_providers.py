@@ -11,7 +11,7 @@ from kimi_graph.compile.inspect import inspect_bundle
 from kimi_graph.compile.manifest import check_claims
 from kimi_graph.compile.prototype_rows import ROWS
 from kimi_graph.compile.verify import bundle_config, verify_bundle
-from kimi_graph.errors import BundleError
+from kimi_graph.errors import BundleError, CompileError
 
 CANN_ALONE = ("builtin", "composed")
 VLLM_ASCEND = ("builtin", "vllm-ascend", "composed")
@@ -62,3 +62,35 @@ def test_a_manifest_that_names_another_package_or_provider_is_refused(other, tmp
     models = {name: air.from_bytes(data, name) for name, data in graphs.items()}
     with pytest.raises(BundleError, match=key):
         check_claims(type(opened)(opened.folder, changed, opened.weights), bundle_config(opened), models)
+
+
+# ---- --avoid ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_is_replaced_without_code(compile_small, tmp_path):
+    """By who comes next, or by who is named; the rest stays, and the bundle is still the model."""
+    compile_small(tmp_path / "usual", phases=("decode",))
+    compile_small(tmp_path / "next", phases=("decode",), avoid=("RecurrentGatedDeltaRule", "GatedRmsNorm"))
+    compile_small(tmp_path / "named", phases=("decode",), avoid=("RecurrentGatedDeltaRule=own",))
+    before = types(tmp_path / "usual")
+    assert {"RecurrentGatedDeltaRule", "GatedRmsNorm", "ShortConv"} <= before
+    after = types(tmp_path / "next")
+    assert not after & {"RecurrentGatedDeltaRule", "GatedRmsNorm", "KdaStep"}
+    assert "ShortConv" in after
+    assert "KdaStep" in types(tmp_path / "named")
+    manifest = open_bundle(tmp_path / "named").manifest
+    assert manifest["target"]["avoid"] == ["RecurrentGatedDeltaRule=own"]
+    report = verify_bundle(tmp_path / "next", steps=2)
+    assert report.passed, report.text()
+
+
+def test_an_operator_that_nobody_replaces_is_said_to_be_so(compile_small, tmp_path):
+    with pytest.raises(CompileError, match=r"--avoid MoeGatingTopK: \d+ nodes of the graphs are it, and nobody else"):
+        compile_small(tmp_path / "b", phases=("decode",), avoid=("MoeGatingTopK",))
+    with pytest.raises(CompileError, match="--avoid: operator 'KdaStop' is not known; the nearest is 'KdaStep'"):
+        compile_small(tmp_path / "b", avoid=("KdaStop",))
+    with pytest.raises(CompileError, match="--avoid KdaStep: provider 'vllm-ascend' is not known; the nearest is"):
+        compile_small(tmp_path / "b", avoid=("KdaStep=vllm-ascend",))
+    with pytest.raises(CompileError, match="each operator once"):
+        compile_small(tmp_path / "b", avoid=("KdaStep", "KdaStep=own"))
+    assert not (tmp_path / "b").exists()

@@ -1,14 +1,16 @@
 """Stamping: pieces are copied to every layer with names of their own, states are in place, inputs are numbered."""
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from kimi_graph import tree
-from kimi_graph.compile import air, phases, recipe
+from kimi_graph.compile import air, driver, phases, recipe
 from kimi_graph.compile.bundle import open_bundle
 from kimi_graph.compile.capture import capture
 from kimi_graph.compile.convert import convert
@@ -44,10 +46,26 @@ PHASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def stamped(tmp_path_factory):
+    """`stamped(name)`: a bundle of a small model whose chains over parts are left as they were stamped."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        config, folder = small_model(name), tmp_path_factory.mktemp("stamped") / name
+        sizes = {"batch": 2, "chunk": 16, "max_len": 96, "page": 16, "patches": 16 if config.vision else None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver, "fused", lambda graph, *_: graph)
+            driver.compile_model(config, target=target("a3"), out=folder, **sizes)
+        return folder
+
+    return made
+
+
 @pytest.fixture(scope="module", params=[(name, phase) for name in FAMILY for phase in PHASES[name]], ids="-".join)
-def graph(request, family_bundle):
+def graph(request, stamped):
     name, phase = request.param
-    opened = open_bundle(family_bundle(name))
+    opened = open_bundle(stamped(name))
     entry = opened.graph(phase)
     ops = air.from_bytes(opened.graph_bytes(entry), entry["file"]).graph[0].op
     return Graph(small_model(name), bucket_of(opened.manifest, entry), ops)

@@ -35,6 +35,7 @@ from kimi_graph.config import MlaConfig
 from kimi_graph.errors import BundleError, CheckpointError, CompileError, KimiGraphError, VerifyError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.models import decoder
+from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 from tests.compile.family import FAMILY, SPARSE, small_model
 
@@ -86,6 +87,16 @@ def test_our_operators_may_be_run_by_their_kernels(bundle, twin_cache):
     assert found.passed, found.text()
     ran = r"nodes run by their kernels on the twin \(2201\): \d+ GatedRmsNorm, \d+ KdaChunk, \d+ ShortConv"
     assert re.search(ran, found.text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"mesh": Mesh.parse("tp=2"), "split_cache": True, "ways": 2}], ids=str)
+def test_our_sparse_attention_is_the_models_of_whole_caches_and_of_parts(family_bundle, twin_cache, options):
+    bundle = family_bundle("deepseek-v3.2", "a3", providers=("own", "builtin", "composed"), **options)
+    found = verify_bundle(bundle, steps=2, kernels=twin_cache)
+    assert found.passed, found.text()
+    assert all(r.error < 1e-13 for r in found.rows if r.mode == "exact")
+    assert re.search(r"on the twin \(2201\): .*\d+ SparseAttend", found.text())
 
 
 @pytest.mark.parametrize("options", [{"modes": ("exact",)}, {"processes": True}], ids=str)

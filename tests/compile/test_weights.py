@@ -17,12 +17,13 @@ import torch
 from kimi_graph.checkpoint import Checkpoint, load_params
 from kimi_graph.compile import in_place, journal, making, write_weights, written
 from kimi_graph.compile.bundle import LOCAL, MANIFEST, WEIGHTS, Bundle, dump, open_bundle, read_json
+from kimi_graph.compile.expect import bundle_config
 from kimi_graph.compile.inspect import inspect_bundle
 from kimi_graph.compile.making import Maker, blocks
 from kimi_graph.compile.parts import ALIGNMENT, part_files
 from kimi_graph.compile.ranks import Plan, make_ranks
 from kimi_graph.compile.recipe import Step, to_json
-from kimi_graph.compile.verify import bundle_config, verify_bundle
+from kimi_graph.compile.verify import verify_bundle
 from kimi_graph.compile.weight_formats import as_read
 from kimi_graph.compile.write_weights import parse_ranks
 from kimi_graph.compile.written import INDEX, JOURNAL, SOURCE, open_written
@@ -488,6 +489,12 @@ def test_links_are_neither_read_nor_written_through(copy, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (copy / "weights").symlink_to(outside)
+    with pytest.raises(BundleError, match=r"weights: a link to .*outside, outside the bundle"):
+        write_weights.write_weights(copy)
+    inner = copy / "inner"
+    inner.mkdir()
+    (copy / "weights").unlink()
+    (copy / "weights").symlink_to(inner)
     with pytest.raises(BundleError, match=r"weights: is a link; expected a folder inside the bundle"):
         write_weights.write_weights(copy)
     with pytest.raises(BundleError, match="is a link"):

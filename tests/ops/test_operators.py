@@ -122,6 +122,7 @@ INPUTS: dict[str, Callable[[], list[Any]]] = {
     "rope": rotation,
     "select_keys": lambda: [normal(B, T, H, K), normal(B, T, H), normal(P, G, K), TABLE, LENGTHS, COUNTS, 3],
     "short_conv": lambda: [normal(B, T, H, K), normal(H, K, 4), normal(S, H, K, 3), SLOTS, LENGTHS, COUNTS],
+    "sigmoid_gate": lambda: [normal(B, T, H, V), normal(B, T, H, V)],
     "situ": lambda: [normal(T, 6), 4.0, 25.0],
     "situ_mul": lambda: [normal(B, T, 6), normal(B, T, 6), 4.0, 25.0],
     "sparse_attention": sparse_attention,

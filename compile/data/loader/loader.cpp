@@ -4,12 +4,13 @@
 // compile it against declarations of their own and run it with stand-ins.
 //
 //   kimi_graph_loader --bundle DIR --deploy DIR --rank R --weights DIR [--compile-only | --steps DIR --out DIR]
-//                     [--deterministic]
+//                     [--deterministic] [--states]
 //
 // DEPLOY/ranks/R.txt and DEPLOY/graphs/*.txt say what the rank is and what its graphs read, in lines of words;
-// DEPLOY/weights/R.txt has `name file offset bytes` for each weight, of files in WEIGHTS. STEPS/<n>/phase names the phase
-// of a step, STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads of an
-// earlier one is waited for there: OUT is a folder that all hosts see.
+// DEPLOY/weights/R.txt has `name file offset bytes` for each weight, of files in WEIGHTS. STEPS/<n>/phase names the
+// phase of a step, STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads
+// of an earlier one is waited for there: OUT is a folder that all hosts see. STEPS/<n>/rankR/<state>.bin, if there is
+// one, is what a state starts the step with; with --states OUT has them after it.
 
 #include <algorithm>
 #include <chrono>
@@ -192,7 +193,7 @@ struct RankPlan {
 struct Arguments {
   fs::path bundle, deploy, weights, steps, out;
   int64_t rank = -1;
-  bool compile_only = false, deterministic = false;
+  bool compile_only = false, deterministic = false, states = false;
 
   static Arguments Read(int argc, char** argv) {
     Arguments a;
@@ -203,6 +204,7 @@ struct Arguments {
       const std::string flag = argv[i];
       if (flag == "--compile-only") a.compile_only = true;
       else if (flag == "--deterministic") a.deterministic = true;
+      else if (flag == "--states") a.states = true;
       else if (i + 1 == argc) Fail(flag + ": is not known, or has no value");
       else if (flag == "--rank") a.rank = Number(argv[++i], "--rank");
       else if (paths.count(flag) != 0) *paths[flag] = argv[++i];
@@ -404,6 +406,8 @@ class Rank {
     Buffers given;
     std::vector<ge::Tensor> inputs, outputs;
     for (const Port& port : plan.inputs) {
+      const fs::path start = Folder(args_.steps, step, plan_.rank) / (port.name + ".bin");
+      if (port.kind == "state" && fs::exists(start)) states_.at(port.name)->Load(start, 0, port.name);
       const Buffer* buffer = port.kind == "weight"  ? weights_.at(port.name).get()
                              : port.kind == "state" ? states_.at(port.name).get()
                                                     : (given[port.name] = Input(plan, port, step)).get();
@@ -419,6 +423,9 @@ class Rank {
     const fs::path folder = Folder(args_.out, step, plan_.rank);
     fs::create_directories(folder);
     for (const Port& port : plan.outputs) Write(folder / (port.name + ".bin"), *made[port.name]);
+    if (args_.states)
+      for (const Port& port : plan.inputs)
+        if (port.kind == "state") Write(folder / (port.name + ".bin"), *states_.at(port.name));
     std::cout << "rank " << plan_.rank << ": step " << step << " of " << plan.name << " done" << std::endl;
   }
 

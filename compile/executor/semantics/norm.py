@@ -27,6 +27,20 @@ def rms_norm(op: Op, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @ge_op(
+    "AddRmsNorm",
+    provenance="public CPU reference",
+    source="ops-nn's golden function and document: x = x1 + x2 in float32, rounded; RmsNorm of that by gamma, in "
+    "float32 (A2 and A3 round once more before gamma)",
+    outputs="y rstd x",
+)
+def add_rms_norm(op: Op, x1: Tensor, x2: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    op.same_dtype(x1, x2, gamma)
+    op.require(x1.shape == x2.shape, f"x1 {list(x1.shape)}, x2 {list(x2.shape)}")
+    x = (at_least_f32(x1) + at_least_f32(x2)).to(x1.dtype)
+    return *rms_norm(op, x, gamma), x
+
+
+@ge_op(
     "LayerNormV4",
     provenance="documented formula",
     source="ops-nn's document: (x - mean) / sqrt(variance + epsilon) * gamma + beta over the dimensions of "
@@ -64,8 +78,13 @@ def situ_glu(op: Op, x: Tensor) -> Tensor:
     op.require(x.shape[dim] % 2 == 0, f"size {x.shape[dim]} of dimension {dim} is odd")
     left, right = at_least_f32(x).chunk(2, dim)
     gate, up = (left, right) if op.attr("activate_left", True) else (right, left)
+    return situ(gate, up, beta, bound).to(x.dtype)
+
+
+def situ(gate: Tensor, up: Tensor, beta: float, bound: float) -> Tensor:
+    """The formula alone, in the dtype of the floats."""
     up = bound * torch.tanh(up / bound) if bound > 0 else up
-    return (beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate)) * up).to(x.dtype)
+    return beta * torch.tanh(gate / beta) / (1 + torch.exp(-gate)) * up
 
 
 @ge_op(

@@ -24,6 +24,34 @@ def gated_rms_norm(op: Op, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
 
 
 @ge_op(
+    "ResidualNormGate",
+    provenance="own reading",
+    source="our operator: sum = x + residual, rounded; y = RmsNorm(sum) * weight * sigmoid(gate), of what is given; "
+    "float32 throughout",
+    outputs="y sum",
+)
+def residual_norm_gate(
+    op: Op, x: Tensor, residual: Tensor | None, weight: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    eps, made, total = op.attr("eps", 0.0), at_least_f32(x), x.new_empty(0)
+    for name, given, shape in (
+        ("residual", residual, x.shape),
+        ("weight", weight, x.shape[-1:]),
+        ("gate", gate, x.shape),
+    ):
+        op.require(given is None or given.shape == shape, f"{name} {list(shape)} expected")
+    if residual is not None:
+        op.same_dtype(x, residual)
+        total = (made + at_least_f32(residual)).to(x.dtype)
+        made = at_least_f32(total)
+    if weight is not None:
+        made = _normed(made, weight, eps)
+    if gate is not None:
+        made = made / (1 + torch.exp(-at_least_f32(gate)))
+    return made.to(x.dtype), total
+
+
+@ge_op(
     "SituMul",
     provenance="own reading",
     source="our operator: beta tanh(gate / beta) sigmoid(gate) * lb tanh(up / lb), float32 inside, rounded once",
@@ -35,6 +63,24 @@ def situ_mul(op: Op, gate: Tensor, up: Tensor) -> Tensor:
     g, u = at_least_f32(gate), at_least_f32(up)
     left = beta * torch.tanh(g / beta) / (1 + torch.exp(-g))
     return (left * (linear * torch.tanh(u / linear))).to(gate.dtype)
+
+
+@ge_op(
+    "SituMulQuant",
+    provenance="own reading",
+    source="our operator: SituMul in float32, the largest of a row / 127 is its scale, numbers over it rounded to the "
+    "nearest even (as DynamicQuant); rows of zeros have the scale 0",
+    outputs="y scale",
+)
+def situ_mul_quant(op: Op, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    made = situ_mul(op, at_least_f32(gate), at_least_f32(up))
+    if op.exact:
+        return made, made.new_ones(made.shape[:-1])
+    if made.is_meta:
+        return made.new_empty(made.shape, dtype=torch.int8), made.new_empty(made.shape[:-1])
+    scale = made.abs().amax(-1) / 127
+    over = torch.where(scale == 0, 1.0, scale)[..., None]
+    return (made / over).round().to(torch.int8), scale
 
 
 @ge_op(
@@ -236,21 +282,37 @@ def sparse_attend(
     "AttnResMix",
     provenance="own reading",
     source="our operator: softmax over the sources of RmsNorm(source) * norm . query, times the sources as they are; "
-    "float32 throughout",
+    "the last one is its sum with the addend, rounded, which is total too; RmsNorm of the mix by gain, where there is "
+    "one; float32 throughout",
+    outputs="y total",
 )
-def attn_res_mix(op: Op, sources: list[Tensor], norm: Tensor, query: Tensor) -> Tensor:
+def attn_res_mix(
+    op: Op, sources: list[Tensor], norm: Tensor, query: Tensor, addend: Tensor | None, gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
     op.same_dtype(*sources)
     shapes = {tuple(s.shape) for s in sources}
     op.require(len(shapes) == 1, f"sources of one shape expected, found {sorted(shapes)}")
-    width, eps = sources[0].shape[-1:], op.need("eps", float)
+    like, width, eps = sources[0], sources[0].shape[-1:], op.need("eps", float)
     op.require(norm.shape == query.shape == width, f"norm and query {list(width)} expected")
+    total = like.new_empty(0)
+    if addend is not None:
+        op.require(addend.shape == like.shape, f"addend {list(like.shape)} expected, found {list(addend.shape)}")
+        total = (at_least_f32(sources[-1]) + at_least_f32(addend)).to(like.dtype)
+        sources = [*sources[:-1], total]
     values = [at_least_f32(s) for s in sources]
-    normed = [v / torch.sqrt((v * v).mean(-1, keepdim=True) + eps) * at_least_f32(norm) for v in values]
-    scores = [(n * at_least_f32(query)).sum(-1, keepdim=True) for n in normed]
+    scores = [(_normed(v, norm, eps) * at_least_f32(query)).sum(-1, keepdim=True) for v in values]
     top = torch.stack(scores).amax(0)
     shares = [torch.exp(s - top) for s in scores]
-    total = torch.stack(shares).sum(0)
-    return (torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / total).to(sources[0].dtype)
+    mix = torch.stack([s * v for s, v in zip(shares, values, strict=True)]).sum(0) / torch.stack(shares).sum(0)
+    norm_eps = op.attr("norm_eps", 0.0)
+    if gain is not None:
+        op.require(gain.shape == width, f"gain {list(width)} expected, found {list(gain.shape)}")
+        mix = _normed(mix, gain, norm_eps)
+    return mix.to(like.dtype), total
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * at_least_f32(weight)
 
 
 def _decay(z: Tensor, rate: Tensor, bound: float) -> Tensor:

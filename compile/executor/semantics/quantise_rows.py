@@ -14,6 +14,8 @@ from kimi_graph.compile.executor.node import Op
 from kimi_graph.compile.executor.registry import ge_op
 from kimi_graph.ops import at_least_f32
 
+from .norm import situ
+
 E4M3, MOST_E4M3, TOP_EXPONENT = torch.float8_e4m3fn, 448.0, 8
 GROUP, LEAST_EXPONENT, MOST_EXPONENT = 32, -127, 127  # of a power of two for 32 channels, an E8M0 number
 
@@ -40,9 +42,13 @@ def dynamic_mx_quant(op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
     op.must(dst_type=36)
     op.expect(round_mode="rint", blocksize=GROUP, scale_alg=0, dst_type_max=0.0, max_low_bound=0.0)
     op.require(op.attr("axis", -1) in (-1, x.ndim - 1) and x.ndim == 2, f"rows expected, found {list(x.shape)}")
+    return _in_mx(x, op.exact)
+
+
+def _in_mx(x: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
     rows, width = x.shape
     pairs = (rows, -(-width // (2 * GROUP)), 2)
-    if op.exact:
+    if exact:
         return x, x.new_ones(pairs)
     if x.is_meta:
         return x.new_empty(x.shape, dtype=E4M3), x.new_empty(pairs, dtype=torch.float8_e8m0fnu)
@@ -52,6 +58,21 @@ def dynamic_mx_quant(op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
     y = _rounded(blocks.double(), torch.exp2(exponent.double()), width)
     codes = F.pad(exponent + 127, (0, -exponent.shape[-1] % 2)).to(torch.uint8)
     return y, codes.view(torch.float8_e8m0fnu).view(pairs)
+
+
+@ge_op(
+    "SituMxQuant",
+    provenance="documented formula",
+    source="ops-nn's document: SituGlu of the last dimension, the first half the gate where activate_left, its rows as "
+    "DynamicMxQuant has them; float32 between the two (own reading)",
+    outputs="y y_scale",
+)
+def situ_mx_quant(op: Op, x: Tensor) -> tuple[Tensor, Tensor]:
+    op.must(dst_type=36, activate_left=True)
+    op.expect(round_mode="rint", axis=-1)
+    op.require(x.ndim == 2 and x.shape[1] % 2 == 0, f"rows of two halves expected, found {list(x.shape)}")
+    gate, up = at_least_f32(x).chunk(2, -1)
+    return _in_mx(situ(gate, up, op.attr("beta", 1.0), op.attr("linear_beta", 0.0)), op.exact)
 
 
 @ge_op(

@@ -224,6 +224,7 @@ public:
     }
     size_t* GetWorkspaceSizes(size_t)  { return &workspace; }
     ge::graphStatus SetBlockDim(uint32_t n) { return block_dim = n, ge::GRAPH_SUCCESS; }
+    ge::graphStatus SetScheduleMode(uint32_t mode) { return mode > 1 ? ge::GRAPH_FAILED : ge::GRAPH_SUCCESS; }
     ge::graphStatus SetTilingKey(uint64_t key) { return tiling_key = key, ge::GRAPH_SUCCESS; }
 
     fe::PlatFormInfos platform{};

@@ -2,6 +2,7 @@
 // of the device's headers; nothing else of them is here.
 #pragma once
 
+#include "twin/atomic.h"
 #include "twin/cube.h"
 #include "twin/vector.h"
 

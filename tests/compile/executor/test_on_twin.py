@@ -23,7 +23,17 @@ def convolution(b):
 def mix(b, width=64, **attrs):
     sources = [b.source(f"s{i}", torch.randn(1, 5, width).to(BF16)) for i in range(3)]
     aims = {name: b.source(name, torch.randn(width).to(BF16)) for name in ("norm", "query")}
-    b.result(*b.node("AttnResMix", {"sources": sources, **aims}, attrs={"eps": 1e-5, **attrs}, name="mix"))
+    inputs = {"sources": sources, **aims}
+    b.result(b.node("AttnResMix", inputs, outputs="y total", attrs={"eps": 1e-5, **attrs}, name="mix")[0])
+    return b
+
+
+def mix_of_a_sum(b, width=64):
+    sources = [b.source(f"s{i}", torch.randn(1, 5, width).to(BF16)) for i in range(3)]
+    names = ("norm", "query", "gain")
+    norm, query, gain = (b.source(name, torch.randn(width).to(BF16)) for name in names)
+    inputs = {"sources": sources, "norm": norm, "query": query, "addend": sources[0], "gain": gain}
+    b.result(*b.node("AttnResMix", inputs, outputs="y total", attrs={"eps": 1e-5, "norm_eps": 1e-5}))
     return b
 
 
@@ -35,7 +45,7 @@ def norm(b):
 
 
 @pytest.mark.parametrize("arch", sorted(set(ARCH.values())))
-@pytest.mark.parametrize("make", [convolution, mix, norm])
+@pytest.mark.parametrize("make", [convolution, mix, mix_of_a_sum, norm])
 def test_a_node_run_by_its_kernel_computes_the_same(make, arch, build, twin_cache):
     b = make(build)
     before = {name: t.clone() for name, t in b.values.items()}

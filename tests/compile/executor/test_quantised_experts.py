@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kimi_graph import ops
 from kimi_graph.compile.executor import infer_shapes
 from kimi_graph.compile.ge_proto import Dtype, describe, dtype_of, get_attr, set_attr, shape_of
 from kimi_graph.errors import KimiGraphError
@@ -75,6 +76,47 @@ def test_every_attribute_of_a_quantisation_has_one_value(new_builder, type_):
         set_attr(node, name, f"{value}x" if isinstance(value, str) else value + 1)
         with pytest.raises(KimiGraphError, match=r"it \("):
             b.run("native")
+
+
+def test_situ_and_its_quantisation_are_one_after_the_other(new_builder):
+    attrs, x = {"beta": 4.0, "linear_beta": 25.0, "activate_left": True}, rand(3, 260, dtype=BF16)
+    kinds = {"axis": -1, "round_mode": "rint", "dst_type": 36, **attrs}
+    b = new_builder()
+    b.result(*b.node("SituMxQuant", {"x": b.source("x", x)}, outputs="y y_scale", attrs=kinds, name="it"))
+    both = b.run("native").outputs
+    glu = new_builder()  # float32 between the two
+    glu.result(*glu.node("SituGlu", {"x": glu.source("x", x.float())}, attrs={"dim": -1, **attrs}))
+    (made,) = glu.run("native").outputs
+    for mine, theirs in zip(both, quantised(new_builder(), made).run("native").outputs, strict=True):
+        assert torch.equal(mine.float(), theirs.float())
+    infer_shapes(b.model)
+    node = next(op for op in b.graph.op if op.name == "it")
+    assert [(shape_of(d), dtype_of(d)) for d in node.output_desc] == [(tuple(t.shape), t.dtype) for t in both]
+    for name, value in (("dst_type", 35), ("activate_left", False), ("axis", 0), ("round_mode", "floor")):
+        set_attr(node, name, value)
+        with pytest.raises(KimiGraphError, match=r"it \("):
+            b.run("native")
+        set_attr(node, name, kinds[name])
+    set_attr(node, "beta", 3.0)
+    assert not torch.equal(b.run("native").outputs[0].float(), both[0].float())
+
+
+def test_situ_by_our_own_operator_is_quantised_by_rows(new_builder):
+    gate, up = 3 * rand(4, 64, dtype=BF16), 9 * rand(4, 64, dtype=BF16) + 1
+    up[2] = 0
+    b = new_builder()
+    inputs = {"gate": b.source("gate", gate), "up": b.source("up", up)}
+    b.result(*b.node("SituMulQuant", inputs, outputs="y scale", attrs={"beta": 4.0, "linear_beta": 25.0}, name="it"))
+    y, scale = b.run("native").outputs
+    wide = ops.situ_mul(gate.float(), up.float(), 4.0, 25.0)
+    assert y.dtype == torch.int8 and y.abs().amax(1).tolist() == [127, 127, 0, 127] and scale[2] == 0
+    assert ((y * scale[:, None] - wide).abs() <= 0.5001 * scale[:, None]).all()
+    exact, one = b.run("exact").outputs
+    torch.testing.assert_close(exact, ops.situ_mul(gate.double(), up.double(), 4.0, 25.0), rtol=1e-12, atol=1e-12)
+    assert (one == 1).all()
+    infer_shapes(b.model)
+    node = next(op for op in b.graph.op if op.name == "it")
+    assert [(shape_of(d), dtype_of(d)) for d in node.output_desc] == [((4, 64), torch.int8), ((4,), F32)]
 
 
 # ---- grouped products ------------------------------------------------------------------------------------------------

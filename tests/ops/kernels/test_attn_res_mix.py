@@ -1,4 +1,4 @@
-"""AttnResMix on the twin is the reference `residual_mix`."""
+"""AttnResMix on the twin is the reference `residual_mix`, after a sum and before `rms_norm` where asked for."""
 
 import pytest
 import torch
@@ -24,10 +24,26 @@ def made(count, shape, dtype=BF16, weight=BF16, spread=1.0):
     return {"sources": sources, "norm": (1 + torch.rand(width)).to(weight), "query": query.to(weight)}
 
 
-def compare(run, values, eps=1e-5):
-    y = ops.residual_mix(**values, eps=eps)
-    scale = y.float().abs().max()  # sources cancel in the mix: float32 errors are of their scale
-    torch.testing.assert_close(run.outputs["y"].float(), y.float(), rtol=OUTPUT[y.dtype], atol=3e-6 * scale)
+def chained(count, shape, dtype=BF16, weight=BF16):
+    """With what is added to the last source, and the gain of the norm after the mix."""
+    values = made(count, shape, dtype, weight)
+    return values | {"addend": torch.randn(*shape).to(dtype), "gain": torch.randn(shape[-1]).to(weight)}
+
+
+def compare(run, values, eps=1e-5, norm_eps=1e-5):
+    sources, dtype = list(values["sources"]), values["sources"][0].dtype
+    if (addend := values.get("addend")) is not None:
+        sources[-1] = (sources[-1].float() + addend.float()).to(dtype)
+        assert torch.equal(run.outputs["total"], sources[-1])  # it stays a source of later mixes: rounded as Add does
+    else:
+        assert run.outputs["total"].shape == (0,)
+    wide = [s.float() for s in sources]  # nothing is rounded between the mix and the norm
+    y = ops.residual_mix(wide, values["norm"].float(), values["query"].float(), eps)
+    if (gain := values.get("gain")) is not None:
+        y = ops.rms_norm(y, gain.float(), norm_eps)
+    scale = y.abs().max()  # sources cancel in the mix: float32 errors are of their scale
+    atol = (1e-5 if gain is not None else 3e-6) * scale
+    torch.testing.assert_close(run.outputs["y"].float(), y.to(dtype).float(), rtol=OUTPUT[dtype], atol=atol)
 
 
 # every combination is a library to build: other types on one chip
@@ -43,15 +59,27 @@ def test_it_is_the_references(count, shape, dtype, weight, arch, kernel):
 
 
 @pytest.mark.parametrize("arch", ARCHES)
-def test_the_released_width_fits(arch, kernel):
-    values = made(9, (3, 1, 7168))
-    compare(kernel.run(values, {"eps": 1e-5}, arch=arch), values)
+@pytest.mark.parametrize("left_out", [(), ("addend",), ("gain",)], ids=str)
+@pytest.mark.parametrize(
+    "count, shape", [(1, (1, 1, 128)), (2, (50, 1, 96)), (9, (33, 1, 512)), (4, (2, 57, 80))], ids=str
+)
+def test_a_sum_before_and_a_norm_after_are_of_the_same_kernel(count, shape, left_out, arch, kernel):
+    values = {name: v for name, v in chained(count, shape).items() if name not in left_out}
+    compare(kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5}, arch=arch), values)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("make", [made, chained])
+def test_the_released_width_fits(make, arch, kernel):
+    values = make(9, (3, 1, 7168))
+    compare(kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5}, arch=arch), values)
 
 
 @pytest.mark.parametrize("dtype, weight", [(BF16, F32), (F16, F32)], ids=str)
 def test_other_types_work_too(dtype, weight, kernel):
-    values = made(3, (4, 1, 208), dtype, weight)
-    compare(kernel.run(values, {"eps": 1e-6}), values, 1e-6)
+    for make in (made, chained):
+        values = make(3, (4, 1, 208), dtype, weight)
+        compare(kernel.run(values, {"eps": 1e-6, "norm_eps": 1e-3}), values, 1e-6, 1e-3)
 
 
 def test_scores_far_apart_give_numbers(kernel):
@@ -62,36 +90,55 @@ def test_scores_far_apart_give_numbers(kernel):
         compare(kernel.run(turned, {"eps": 1e-5}), turned)
 
 
-@pytest.mark.parametrize("name", ["source 0", "source 2", "norm", "query", "eps"])
+@pytest.mark.parametrize("name", ["source 0", "source 2", "norm", "query", "addend", "gain", "eps", "norm_eps"])
 def test_every_input_matters(name, kernel):
-    values, eps = made(3, (2, 1, 64)), 1e-5
-    first = kernel.run(values, {"eps": eps}).outputs["y"]
-    if name == "eps":
-        eps = 3.0
+    values, attrs = chained(3, (2, 1, 64)), {"eps": 1e-5, "norm_eps": 1e-5}
+    first = kernel.run(values, attrs).outputs["y"]
+    if name in attrs:
+        attrs[name] = 3.0
     elif name.startswith("source"):
         values["sources"][int(name[-1])] *= 1.5
     else:
-        values[name] = values[name] + torch.randn(64).to(BF16)
-    assert not torch.equal(first, kernel.run(values, {"eps": eps}).outputs["y"])
+        values[name] = values[name] + torch.randn(values[name].shape).to(BF16)
+    assert not torch.equal(first, kernel.run(values, attrs).outputs["y"])
 
 
 def minimum(values):
-    return sum(s.nbytes for s in values["sources"]) + values["sources"][0].nbytes + 2 * values["norm"].nbytes
+    rows, weights = len(values["sources"]) + 1 + 2 * ("addend" in values), 2 + ("gain" in values)
+    return rows * values["sources"][0].nbytes + weights * values["norm"].nbytes
 
 
 @pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("make", [made, chained])
 @pytest.mark.parametrize("count, tokens", [(2, 512), (9, 512)], ids=str)
-def test_sources_are_read_once(count, tokens, arch, kernel):
-    values = made(count, (1, tokens, 512))
+def test_sources_are_read_once(count, tokens, make, arch, kernel):
+    values = make(count, (1, tokens, 512))
     assert 1 <= kernel.run(values, {"eps": 1e-5}, arch=arch).counters.bytes / minimum(values) <= 1.05
 
 
-def test_with_few_tokens_cores_read_the_query_again_rather_than_wait(kernel):
-    values = made(9, (33, 1, 512))
-    run = kernel.run(values, {"eps": 1e-5})
-    assert run.cores == 33
-    assert run.counters.bytes == minimum(values) + 32 * 2 * values["norm"].nbytes
+def moved(run):
+    """What cores tell each other counts too."""
+    return run.counters.bytes + sum(run.counters.workspace)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("make", [made, chained])
+@pytest.mark.parametrize("count, tokens", [(9, 1), (9, 33), (5, 8), (2, 20)], ids=str)
+def test_few_tokens_are_split_over_cores_which_tell_each_other_little(count, tokens, make, arch, kernel):
+    values = make(count, (tokens, 1, 2048))
+    run = kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5}, arch=arch)
+    compare(run, values)
     assert run.counters.touched == minimum(values)
+    assert moved(run) <= 1.05 * minimum(values) and run.cores > 1 and sum(run.counters.workspace)
+
+
+def test_tokens_that_do_not_fit_at_once_are_taken_in_rounds(kernel):
+    """Groups of cores have unequal numbers of tokens, and still wait for each other as often."""
+    values = chained(9, (83, 1, 7168))
+    run = kernel.run(values, {"eps": 1e-5, "norm_eps": 1e-5})
+    compare(run, values)
+    assert sum(s.nbytes for s in values["sources"]) > run.cores * (192 << 10)
+    assert sum(run.counters.workspace) and moved(run) <= 1.05 * minimum(values)
 
 
 @pytest.mark.parametrize("width", [24, 16384])
@@ -100,8 +147,11 @@ def test_widths_the_kernel_does_not_claim_are_refused(width, kernel):
         kernel.run(made(2, (1, 1, width)), {"eps": 1e-5})
 
 
-def test_sources_of_several_shapes_are_refused(kernel):
-    values = made(2, (2, 1, 64))
-    values["sources"][1] = values["sources"][1][:1].contiguous()
+@pytest.mark.parametrize("name", ["sources", "addend", "gain"])
+def test_values_of_several_shapes_are_refused(name, kernel):
+    values = chained(2, (2, 1, 64))
+    given = values["sources"][1] if name == "sources" else values[name]
+    half = given[: len(given) // 2].contiguous()
+    values[name] = [values["sources"][0], half] if name == "sources" else half
     with pytest.raises(KernelError, match="AttnResMix: shape inference refuses"):
         kernel.run(values, {"eps": 1e-5})

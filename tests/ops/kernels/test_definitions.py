@@ -6,7 +6,7 @@ from kimi_graph.compile import prototypes
 from kimi_graph.ops.kernel_project import type_of
 from kimi_graph.ops.twin import Kernel, kernels
 
-SHORT = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64"}
+SHORT = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "int8": "I8", "int32": "I32", "int64": "I64"}
 
 
 @pytest.mark.parametrize("name", kernels())

@@ -32,10 +32,12 @@ def test_it_is_the_references(shape, dtype, arch, kernel):
     compare(kernel.run(values, SITU, arch=arch), values)
 
 
-def test_known_values_come_out(kernel):
-    gate, up = (torch.tensor(v, dtype=F32) for v in ([1.0, 4.0, 100.0, -100.0], [1.0, 25.0, 1000.0, 5.0]))
-    y = kernel.run({"gate": gate, "up": up}, SITU).outputs["y"]
-    torch.testing.assert_close(y, torch.tensor([0.71582, 56.9593, 100.0, 0.0]), rtol=1e-5, atol=1e-6)
+# printed digits; bfloat16 as the public case says
+@pytest.mark.parametrize("arch, dtype, rtol", [(2201, F32, 1e-5), (2201, BF16, 1e-2), (3510, BF16, 1e-2)], ids=str)
+def test_known_values_come_out(arch, dtype, rtol, kernel):
+    gate, up = (torch.tensor(v, dtype=dtype) for v in ([1.0, 4.0, 100.0, -100.0], [1.0, 25.0, 1000.0, 5.0]))
+    y = kernel.run({"gate": gate, "up": up}, SITU, arch=arch).outputs["y"]
+    torch.testing.assert_close(y.float(), torch.tensor([0.71582, 56.9593, 100.0, 0.0]), rtol=rtol, atol=1e-6)
 
 
 def test_values_of_any_size_give_numbers(kernel):

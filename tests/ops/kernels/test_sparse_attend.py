@@ -103,7 +103,28 @@ def test_smaller_and_the_largest_sizes_are_the_references(heads, latent, rope, p
 @pytest.mark.parametrize("heads", [3, 12])
 def test_selections_that_just_fill_a_fractal_a_tile_a_block_or_a_list_are_the_references(heads, room, kernel):
     values = made([room + 7], [1], heads, room, 32, 16, empty=0.0)
-    compare(kernel.run(values, {"scale": 0.2}), values, 0.2)
+    for cores in (2, 48):  # by one group of cores, and in parts by several
+        compare(kernel.run(values, {"scale": 0.2}, cores=cores), values, 0.2)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("heads, cores, groups", [(1, 10, 5), (3, 48, 10), (12, 48, 8), (33, 12, 3)])
+def test_few_queries_are_shared_out_and_joined(heads, cores, groups, arch, kernel):
+    values = made([1400, 1390], [1, 1], heads, 1380, page=128, empty=0.3)
+    values["selected"][1, 0, 200:] = -1  # most parts have nothing
+    run = kernel.run(values, {"scale": SCALE}, arch=arch, cores=cores)
+    compare(run, values)
+    assert run.cores >= groups
+
+
+def test_a_query_without_a_key_is_nothing_in_parts_too(kernel):
+    values = made([900], [2], 3, 800, 32, 16, tokens=4)
+    values["selected"][0, 1] = -1
+    run = kernel.run(values, {"scale": SCALE})
+    assert run.cores > 4
+    compare(run, values)
+    for token in (1, 2, 3):
+        assert not run.outputs["o"][0, token].any() and (run.outputs["lse"][0, token] == NO_SCORE).all()
 
 
 def test_what_is_not_seen_is_not_read_and_does_not_matter(kernel):
@@ -195,12 +216,15 @@ def test_every_input_matters(name, kernel):
 @pytest.mark.parametrize("heads", [3, 12])
 def test_selected_rows_are_read_once(heads, arch, kernel):
     values = made([700] * 4, [1] * 4, heads, 640, page=128)
-    run = kernel.run(values, {"scale": SCALE}, arch=arch)
+    run = kernel.run(values, {"scale": SCALE}, arch=arch, cores=8)
     rows = int((values["selected"] >= 0).sum())
     others = sum(values[n].nbytes for n in ("q", "q_rope", "selected", "block_table", "lengths", "counts"))
     least = rows * (512 + 64) * 2 + others + sum(x.nbytes for x in run.outputs.values())
     assert 1 <= run.counters.bytes / least <= 1.02
     assert (run.counters.bytes + sum(run.counters.workspace)) / least <= 1.3  # and what goes between cores
+    more = kernel.run(values, {"scale": SCALE}, arch=arch)  # in parts: each reads the query
+    assert more.cores > run.cores
+    assert 1 <= more.counters.bytes / least <= 1.1 and more.counters.touched / least <= 1.01
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ struct Case {
     LocalTensor<float> a, b, c, l1;
     Case(GM_ADDR p, GM_ADDR q) {
         x.SetGlobalBuffer((float*)p); y.SetGlobalBuffer((float*)q);
+        SetHF32Mode(HF32Mode::DISABLE);
         pipe.InitBuffer(a1, 16384); pipe.InitBuffer(a2, 16384); pipe.InitBuffer(b2, 16384); pipe.InitBuffer(co1, 16384);
         l1 = a1.Get<float>(); a = a2.Get<float>(); b = b2.Get<float>(); c = co1.Get<float>();
     }
@@ -39,8 +40,15 @@ struct Case {
     FixpipeParamsV220 Out(int n = 64, int m = 64) { return FixpipeParamsV220(n, m, 64, 64, false); }
 """
 
-ONLY = {"the 950's parameters on A3": 2201, "squares to L0A on the 950": 3510, "32-bit squares on the 950": 3510,
-        "a gap on the 950": 3510, "k rounded up to 16 on the 950": 3510}  # fmt: skip
+ONLY = {
+    "the 950's parameters on A3": 2201,
+    "squares to L0A on the 950": 3510,
+    "32-bit squares on the 950": 3510,
+    "a gap on the 950": 3510,
+    "too many steps of a load": 3510,
+    "half a square": 3510,
+    "k rounded up to 16 on the 950": 3510,
+}
 CASES = {
     "a vector instruction on a Cube core": (
         "a Cube core has no pipe V",
@@ -87,6 +95,10 @@ CASES = {
         "one row is read as a vector",
         "Load(); Mmad(c, a, b, Of(1, 16, 8));",
     ),
+    "float32 that is rounded first": (
+        "SetHF32Mode: the twin multiplies float32 as it is",
+        "SetHF32Mode(HF32Mode::ENABLE);",
+    ),
     "a product of nothing": ("Mmad: 16 x 16 x 0", "Load(); Mmad(c, a, b, Of(16, 16, 0));"),
     "the unit flag": ("no bias and no unit flag", "Load(); Mmad(c, a, b, MmadParams(16, 16, 8, 3, false, true));"),
     "factors the wrong way round": (
@@ -132,6 +144,23 @@ CASES = {
         "has no kDirectionAlign",
         "MmadParams p = Of(16, 16, 8); p.kDirectionAlign = true; Load(); Mmad(c, a, b, p);",
     ),
+    "a load that goes down": (
+        "from L1 addresses go up",
+        "auto p = Fractals(0, 1); p.addrMode = 1; LoadData(a, l1, p);",
+    ),
+    "squares that go down": (
+        "LoadDataWithTranspose: the twin's addresses go up",
+        "LoadDataWithTranspose(b, l1, LoadData2dTransposeParams(0, 1, 1, 0, 0, 1));",
+    ),
+    "too many steps of a load": (
+        "LoadData: 256 x 1 steps; 0 to 255",
+        "LoadData(a, l1, LoadData2DParamsV2(0, 0, 256, 1, 4, 4, false, 0));",
+    ),
+    "half a square": (
+        "LoadData: 3 steps; 32-bit squares take two",
+        "LoadData(a, l1, LoadData2DParamsV2(0, 0, 4, 3, 4, 4, true, 0));",
+    ),
+    "several matrices out": ("copies one matrix", "auto p = Out(); p.ndNum = 2; Fixpipe(y, c, p);"),
     "an odd number of columns out": ("a multiple of 16", "Fixpipe(y, c, Out(24));"),
     "a result of another type": (
         "quantPre does not fit float",
@@ -176,6 +205,7 @@ PRODUCT = """
 void Product{NAME}(GM_ADDR pa, GM_ADDR pb, GM_ADDR py) {{
     constexpr int C0 = 32 / sizeof({T}), M = 40, N = 48, K = 2 * 16, MB = 3, NB = 3, KB = K / C0;
     TPipe pipe;
+    SetHF32Mode(HF32Mode::DISABLE);
     GlobalTensor<{T}> ga, gb;
     GlobalTensor<{T}> gy;
     ga.SetGlobalBuffer(({T}*)pa); gb.SetGlobalBuffer(({T}*)pb); gy.SetGlobalBuffer(({T}*)py);
@@ -462,6 +492,21 @@ def test_cores_may_write_side_by_side_in_a_block(twin_cache):
     assert torch.equal(y, 6 * x)
 
 
+def test_products_of_float32_say_how_they_are_rounded(twin_cache):
+    """The mode is a register of the core, which another kernel may have set."""
+    text = """
+#include "kernel_operator.h"
+using namespace AscendC;
+extern "C" void k(GM_ADDR x) {
+    KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIC_ONLY);
+    TPipe pipe; TBuf<TPosition::A2> a; TBuf<TPosition::B2> b; TBuf<TPosition::CO1> c;
+    pipe.InitBuffer(a, 512); pipe.InitBuffer(b, 512); pipe.InitBuffer(c, 1024);
+    Mmad(c.Get<float>(), a.Get<float>(), b.Get<float>(), MmadParams(16, 16, 8, 0, false, true));
+}"""
+    with pytest.raises(KernelError, match="depends on SetHF32Mode, which nothing called"):
+        run_source(text, "k", 2201, [("x", 0, 0, True)], twin_cache)
+
+
 def test_vector_kernels_have_no_flags(twin_cache):
     text = """
 #include "kernel_operator.h"
@@ -469,6 +514,11 @@ using namespace AscendC;
 extern "C" void k(GM_ADDR x) { CrossCoreWaitFlag(1); }"""
     with pytest.raises(KernelError, match="cores of KERNEL_TYPE_AIV_ONLY cannot wait for each other"):
         run_source(text, "k", 2201, [("x", 0, 0, True)], twin_cache)
+
+
+def test_more_cores_than_the_twin_tells_apart_are_refused(twin_cache):
+    with pytest.raises(KernelError, match="255 cores; 1 to 254 are possible"):
+        mixed("vector cores alone", 3510, twin_cache, groups=85)
 
 
 def test_the_kind_of_a_kernel_comes_first(twin_cache):

@@ -2,7 +2,21 @@
 
 namespace ops {
 
-// sources: some [..., D] of one shape, norm, query [D] -> y as each of them.
+static bool Same(const gert::Shape* a, const gert::Shape* b)
+{
+    if (a == nullptr || b == nullptr || a->GetDimNum() != b->GetDimNum()) {
+        return false;
+    }
+    for (size_t i = 0; i < a->GetDimNum(); i++) {
+        if (a->GetDim(i) != b->GetDim(i)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// sources: some [..., D] of one shape, norm, query [D], addend as a source, gain [D] -> y as each source; total too where
+// there is an addend, else without elements.
 static ge::graphStatus InferShapeAttnResMix(gert::InferShapeContext* context)
 {
     const gert::Shape* first = context->GetDynamicInputShape(0, 0);
@@ -11,29 +25,33 @@ static ge::graphStatus InferShapeAttnResMix(gert::InferShapeContext* context)
         return ge::GRAPH_FAILED;
     }
     for (size_t n = 1; n < sources->GetInstanceNum(); n++) {
-        const gert::Shape* other = context->GetDynamicInputShape(0, n);
-        if (other == nullptr || other->GetDimNum() != first->GetDimNum()) {
-            return ge::GRAPH_FAILED;
-        }
-        for (size_t i = 0; i < first->GetDimNum(); i++) {
-            if (other->GetDim(i) != first->GetDim(i)) {
-                return ge::GRAPH_FAILED;
-            }
-        }
-    }
-    for (size_t input = 1; input < 3; input++) {
-        const gert::Shape* weight = context->GetRequiredInputShape(input);
-        if (weight == nullptr || weight->GetDimNum() != 1 || weight->GetDim(0) != first->GetDim(first->GetDimNum() - 1)) {
+        if (!Same(context->GetDynamicInputShape(0, n), first)) {
             return ge::GRAPH_FAILED;
         }
     }
+    const gert::Shape *addend = context->GetOptionalInputShape(3), *gain = context->GetOptionalInputShape(4);
+    const gert::Shape *norm = context->GetRequiredInputShape(1), *query = context->GetRequiredInputShape(2);
+    const bool fits = norm != nullptr && norm->GetDimNum() == 1 &&
+                      norm->GetDim(0) == first->GetDim(first->GetDimNum() - 1) && Same(query, norm) &&
+                      (gain == nullptr || Same(gain, norm)) && (addend == nullptr || Same(addend, first));
+    if (!fits) {
+        return ge::GRAPH_FAILED;
+    }
+    gert::Shape* total = context->GetOutputShape(1);
     *context->GetOutputShape(0) = *first;
+    if (addend != nullptr) {
+        *total = *first;
+    } else {
+        total->SetDimNum(1);
+        total->SetDim(0, 0);
+    }
     return ge::GRAPH_SUCCESS;
 }
 
 static ge::graphStatus InferDataTypeAttnResMix(gert::InferDataTypeContext* context)
 {
     context->SetOutputDataType(0, context->GetDynamicInputDataType(0, 0));
+    context->SetOutputDataType(1, context->GetDynamicInputDataType(0, 0));
     return ge::GRAPH_SUCCESS;
 }
 

@@ -9,8 +9,9 @@
 namespace plan {
 
 struct Device {
-    uint32_t cores;  // vector cores
-    uint64_t ub;     // bytes of UB
+    uint32_t cores, cubes;  // vector cores, Cube cores
+    uint64_t ub;            // bytes of UB
+    uint64_t library;       // bytes of a workspace that the framework keeps for itself
 };
 
 inline Device DeviceOf(gert::TilingContext* context)
@@ -18,6 +19,8 @@ inline Device DeviceOf(gert::TilingContext* context)
     platform_ascendc::PlatformAscendC platform(context->GetPlatformInfo());
     Device device{};
     device.cores = platform.GetCoreNumAiv();
+    device.cubes = platform.GetCoreNumAic();
+    device.library = platform.GetLibApiWorkSpaceSize();
     platform.GetCoreMemSize(platform_ascendc::CoreMemType::UB, device.ub);
     return device;
 }
@@ -35,14 +38,14 @@ inline const gert::Shape* ShapeOf(gert::TilingContext* context, size_t input)
 
 inline uint32_t BytesOf(ge::DataType type) { return type == ge::DT_FLOAT ? 4 : 2; }
 
-inline ge::graphStatus Launch(gert::TilingContext* context, uint32_t cores)
+inline ge::graphStatus Launch(gert::TilingContext* context, uint32_t cores, uint64_t workspace_bytes = 0)
 {
     context->SetBlockDim(cores);
     size_t* workspace = context->GetWorkspaceSizes(1);
     if (workspace == nullptr) {
         return ge::GRAPH_FAILED;
     }
-    workspace[0] = 0;
+    workspace[0] = workspace_bytes;
     return ge::GRAPH_SUCCESS;
 }
 

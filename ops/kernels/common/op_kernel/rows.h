@@ -169,9 +169,9 @@ __aicore__ inline void Spread(const LocalTensor<float>& spread, const LocalTenso
     }
 }
 
-// sums[r] = x[r, 0] + x[r, 1] + ...; x is used up.
+// sums[r step] = x[r, 0] + x[r, 1] + ...; x is used up.
 __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor<float>& x, uint32_t rows,
-                               uint32_t width)
+                               uint32_t width, uint32_t step = 1)
 {
     const uint32_t stride = width / BLOCK;
     const BinaryRepeatParams p(1, 1, 1, stride, stride, stride);
@@ -180,7 +180,7 @@ __aicore__ inline void RowSums(const LocalTensor<float>& sums, const LocalTensor
         for (uint32_t c = LANES; c < width; c += LANES) {  // onto the first 64 lanes
             AscendC::Add(x[r * width], x[r * width], x[r * width + c], Least(LANES, width - c), count, p);
         }
-        AscendC::WholeReduceSum<float>(sums[r], x[r * width], Least(LANES, width), count, 1, 1, stride);
+        AscendC::WholeReduceSum<float>(sums[r * step], x[r * width], Least(LANES, width), count, step, 1, stride);
     }
 }
 
@@ -195,7 +195,18 @@ __aicore__ inline void LongSum(const LocalTensor<float>& sum, const LocalTensor<
     AscendC::WholeReduceSum<float>(sum, x, count, 1, 1, 1, 8);
 }
 
-// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up and may not be x or the numerator.
+// The largest of x[0], x[1], ... in most[0]; as LongSum.
+__aicore__ inline void LongMax(const LocalTensor<float>& most, const LocalTensor<float>& x, uint32_t count)
+{
+    while (count > LANES) {
+        const uint32_t half_count = RoundUp(count / 2, BLOCK);
+        AscendC::Max(x, x, x[half_count], count - half_count);
+        count = half_count;
+    }
+    AscendC::WholeReduceMax<float>(most, x, count, 1, 1, 1, 8, AscendC::ReduceOrder::ORDER_ONLY_VALUE);
+}
+
+// y = numerator / (1 + exp(-x)): times the sigmoid of x. `work` is used up; it may be x, not the numerator.
 __aicore__ inline void TimesSigmoid(const LocalTensor<float>& y, const LocalTensor<float>& numerator,
                                     const LocalTensor<float>& x, const LocalTensor<float>& work, uint32_t count)
 {

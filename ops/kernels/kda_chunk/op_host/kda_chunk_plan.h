@@ -1,7 +1,7 @@
 // How KdaChunk is tiled: plain C++, for op_host and for tests.
 #pragma once
 
-#include "../op_kernel/kda_chunk_tiling.h"
+#include "../op_kernel/kda_chunk_scratch.h"
 
 namespace plan {
 
@@ -10,45 +10,44 @@ struct KdaChunkSizes {
     uint32_t element;  // bytes of q, k, v
 };
 
-// Bytes of UB the kernel takes for `part` rows of a state and `chunk` tokens.
-inline uint64_t KdaChunkBytes(const KdaChunkSizes& s, uint64_t part, uint64_t chunk)
+// Bytes of UB a vector core takes: a block of tokens as they come, and as floats with its work, what is on its way out, the
+// keys of a chunk, its matrices (those of two chunks where they wait for the Cube), and small rows.
+inline uint64_t KdaChunkBytes(const KdaChunkSizes& s, uint64_t chunk, uint64_t in, uint64_t out)
 {
-    const uint64_t in = 2 * s.key * s.element + s.key * 4 + part * s.element + 32, out = part * s.element;
-    return 2 * part * s.key * 4 + chunk * (2 * in + 2 * out + (3 * s.key + 2 * part) * 4) + part * 9 * 4 + 64 * 4;
+    const uint64_t wide = 16 * s.key * 4, most = 16 * 4 * (s.key > s.value ? s.key : s.value);
+    const uint64_t pairs = 32 * s.key * s.element + wide, rest = 16 * (s.value * s.element + 32);
+    const uint64_t square = chunk * chunk * 4;
+    return in * pairs + rest + out * most + 5 * wide + chunk * (s.key + 16 + 8) * 4 + 3 * square + (s.key + 32 + 512) * 4;
 }
 
-// Cores to use, or 0: the kernel cannot do these sizes.
-inline uint32_t PlanKdaChunk(const KdaChunkSizes& s, uint32_t cores, uint64_t ub, KdaChunkTiling& t)
+// Groups of cores to use, or 0: the kernel cannot do these sizes.
+inline uint32_t PlanKdaChunk(const KdaChunkSizes& s, uint32_t groups, uint64_t ub, KdaChunkTiling& t)
 {
     if (s.key < 16 || s.key > 256 || s.key % 16 || s.value < 16 || s.value > 256 || s.value % 16 || s.tokens == 0) {
         return 0;
     }
-    // Arithmetic takes ten times what copies do: while cores idle, states are split, though q, k and the decay are then
-    // read by every part. 16 rows are the least: their results are one block.
-    uint64_t parts = 1;
-    while (s.value % (32 * parts) == 0 && s.batch * s.heads * parts < cores) {
-        parts *= 2;
+    constexpr uint64_t MOST = 8192;  // floats of an operand: half of L0A, half of L0B
+    uint64_t chunk = s.key <= MOST / 64 ? 64 : MOST / s.key / 16 * 16;
+    while (chunk > 16 && (chunk - 16 >= s.tokens || KdaChunkBytes(s, chunk, 1, 2) > ub)) {
+        chunk -= 16;
     }
-    while (s.value % (32 * parts) == 0 && KdaChunkBytes(s, s.value / parts, 1) > ub) {
-        parts *= 2;
-    }
-    const uint64_t part = s.value / parts, tasks = s.batch * s.heads * parts;
-    if (tasks == 0 || tasks > UINT32_MAX || KdaChunkBytes(s, part, 1) > ub) {
+    t.in = KdaChunkBytes(s, chunk, 2, 2) <= ub ? 2 : 1;
+    t.out = KdaChunkBytes(s, chunk, t.in, 2) <= ub ? 2 : 1;
+    uint64_t part = MOST / (s.key > chunk ? s.key : chunk) / 16 * 16;
+    part = part < s.value ? part : s.value;
+    const uint64_t tasks = s.batch * s.heads;
+    if (tasks == 0 || tasks > UINT32_MAX || KdaChunkBytes(s, chunk, t.in, t.out) > ub) {
         return 0;
-    }
-    uint64_t chunk = s.tokens < 64 ? s.tokens : 64;
-    while (KdaChunkBytes(s, part, chunk) > ub) {
-        chunk--;
     }
     t.batch = uint32_t(s.batch);
     t.tokens = uint32_t(s.tokens);
     t.heads = uint32_t(s.heads);
     t.key = uint32_t(s.key);
     t.value = uint32_t(s.value);
-    t.part = uint32_t(part);
-    t.parts = uint32_t(parts);
     t.chunk = uint32_t(chunk);
-    return uint32_t(tasks < cores ? tasks : cores);
+    t.part = uint32_t(part);
+    t.alone = tasks <= groups;
+    return uint32_t(tasks < groups ? tasks : groups);
 }
 
 }  // namespace plan

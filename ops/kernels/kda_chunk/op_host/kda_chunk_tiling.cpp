@@ -15,9 +15,10 @@ static ge::graphStatus TilingKdaChunk(gert::TilingContext* context)
                                        uint64_t(q->GetDim(3)), uint64_t(v->GetDim(3)),
                                        plan::BytesOf(context->GetRequiredInputDesc(0)->GetDataType())};
     const plan::Device device = plan::DeviceOf(context);
-    const uint32_t cores = plan::PlanKdaChunk(sizes, device.cores, device.ub, *tiling);
+    const uint32_t groups = plan::PlanKdaChunk(sizes, device.cubes, device.ub, *tiling);
     tiling->scale = *attrs->GetFloat(0);
-    return cores == 0 ? ge::GRAPH_FAILED : plan::Launch(context, cores);
+    const uint64_t scratch = kda_chunk_parts::ScratchOfGroup(*tiling).size * sizeof(float) * groups;
+    return groups == 0 ? ge::GRAPH_FAILED : plan::Launch(context, groups, device.library + scratch);
 }
 
 IMPL_OP_OPTILING(KdaChunk).Tiling(TilingKdaChunk).TilingParse<plan::CompileInfo>(plan::NoCompileInfo);

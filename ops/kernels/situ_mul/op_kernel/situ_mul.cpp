@@ -1,8 +1,5 @@
-// SiTU of a gate and a linear part: beta tanh(g / beta) sigmoid(g) * lb tanh(u / lb); float32 inside, rounded once.
-//
-// tanh(x) = 1 - 2 / (1 + exp(2 x)) saturates without a clamp, and is wrong by some 1e-7 whatever x: far less than the
-// rounding of a 16-bit result unless that is itself smaller than 1e-4.
-#include "rows.h"
+// SiTU of a gate and a linear part; float32 inside, rounded once.
+#include "situ.h"
 #include "situ_mul_tiling.h"
 
 using namespace AscendC;
@@ -51,12 +48,12 @@ private:
         gate = gateIn.template DeQue<T>();
         rows::ToFloats(value, gate, count);
         gateIn.FreeTensor(gate);
-        Bound(bound, value, t.beta, count);
+        situ::Bound(bound, value, t.beta, twos, count);
         rows::TimesSigmoid(bound, bound, value, work, count);
         up = upIn.template DeQue<T>();
         rows::ToFloats(value, up, count);
         upIn.FreeTensor(up);
-        Bound(work, value, t.linear_beta, count);
+        situ::Bound(work, value, t.linear_beta, twos, count);
         Mul(bound, bound, work, count);
         LocalTensor<T> y = yOut.template AllocTensor<T>();
         rows::FromFloats(y, bound, count);
@@ -64,17 +61,6 @@ private:
         y = yOut.template DeQue<T>();
         DataCopyPad(yGm[at], y, whole);
         yOut.FreeTensor(y);
-    }
-
-    // y = limit * tanh(x / limit).
-    __aicore__ inline void Bound(const LocalTensor<float>& y, const LocalTensor<float>& x, float limit, uint32_t count)
-    {
-        Muls(y, x, 2.0f / limit, count);
-        Exp(y, y, count);
-        Adds(y, y, 1.0f, count);
-        Div(y, twos, y, count);
-        Muls(y, y, -limit, count);
-        Adds(y, y, limit, count);
     }
 
     const SituMulTiling t;

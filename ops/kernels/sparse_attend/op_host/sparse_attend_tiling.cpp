@@ -25,7 +25,9 @@ static ge::graphStatus TilingSparseAttend(gert::TilingContext* context)
     const uint32_t groups = plan::PlanSparseAttend(sizes, platform.GetCoreNumAic(), plan::DeviceOf(context).ub, *tiling);
     tiling->scale = *attrs->GetFloat(0);
     context->SetBlockDim(groups);
-    workspace[0] = platform.GetLibApiWorkSpaceSize() + groups * plan::SparseAttendShare(sizes, tiling->block);
+    context->SetScheduleMode(1);  // all cores or none: they wait for each other
+    workspace[0] = platform.GetLibApiWorkSpaceSize() + groups * plan::SparseAttendShare(sizes, tiling->block) +
+                   plan::SparseAttendJoined(sizes, tiling->parts);
     return groups == 0 ? ge::GRAPH_FAILED : ge::GRAPH_SUCCESS;
 }
 

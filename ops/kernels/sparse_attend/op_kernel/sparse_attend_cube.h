@@ -57,9 +57,9 @@ public:
     __aicore__ inline void Process()
     {
         Begin();
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx(); i < t.queries; i += groups) {
-            Query(i);
+        Tasks tasks(t.queries * t.parts, 1, GetBlockNum(), GetBlockIdx(), Cost{t, lengthsGm, countsGm});
+        for (balance::Task next; tasks.Next(next);) {
+            Attend(TaskOf(t, next.row));
         }
         End();
     }
@@ -109,19 +109,20 @@ private:
         pipe->ReleaseEventID<HardEvent::MTE2_MTE1>(weightsThere);
     }
 
-    // ---- a query ----
+    // ---- a task ----
 
     // Scores of a block are made before the sums of the one before it, where L1 holds both.
-    __aicore__ inline void Query(uint32_t index)
+    __aicore__ inline void Attend(const Task& task)
     {
-        first = uint64_t(index) * t.room;
-        last = LastSeen(t, lengthsGm, countsGm, index);
-        table = uint64_t(index / t.tokens) * t.pages;
-        next = 0;
+        first = uint64_t(task.query) * t.room;
+        last = LastSeen(t, lengthsGm, countsGm, task.query);
+        table = uint64_t(task.query / t.tokens) * t.pages;
+        next = task.begin;
+        end = task.end;
         if (!More()) {
             return;
         }
-        LoadQuery(index);
+        LoadQuery(task.query);
         while (More()) {
             Gather();
             Scores();
@@ -139,7 +140,7 @@ private:
     // Stage one: the next selected position that the query sees, if there is one.
     __aicore__ inline bool More()
     {
-        for (; last >= 0 && next < t.room; next++) {
+        for (; last >= 0 && next < end; next++) {
             position = selectedGm.GetValue(first + next);
             if (position >= 0 && position <= last) {
                 return true;
@@ -297,7 +298,7 @@ private:
     uint32_t width, high, tiles;  // channels of a row; heads in whole fractals; tiles of a block
     uint64_t first, table;        // of the query: its selected positions, its row of the block table
     int64_t last;                 // the last position that it sees
-    uint32_t next;                // of its selected positions: the one to look at
+    uint32_t next, end;           // of its selected positions: the one to look at, and that after the part's last
     int32_t position;
     uint32_t counts[SLOTS];
     uint32_t made = 0, summed = 0;       // blocks, of all queries

@@ -9,6 +9,7 @@
 namespace sparse {
 
 constexpr float NO_SCORE = -1e30f;
+constexpr float LEAST = 1e-37f;  // of a total: that of one row is 1
 constexpr uint32_t GROUP = 8;   // heads at a time: a block of floats
 constexpr uint32_t LIST = 512;  // selected positions at a time
 
@@ -20,8 +21,9 @@ public:
     {
     }
 
+    // shared: of this group. joined: of all groups, for parts of queries.
     __aicore__ inline void Init(GM_ADDR selected, GM_ADDR lengths, GM_ADDR counts, GM_ADDR o, GM_ADDR lse,
-                                GM_ADDR shared)
+                                GM_ADDR shared, GM_ADDR joined)
     {
         selectedGm.SetGlobalBuffer((__gm__ int32_t*)selected);
         lengthsGm.SetGlobalBuffer((__gm__ int64_t*)lengths);
@@ -33,6 +35,12 @@ public:
             weightsGm[i].SetGlobalBuffer((__gm__ T*)(shared + i * at.slot + at.weights), t.heads * t.block);
             sumsGm[i].SetGlobalBuffer((__gm__ float*)(shared + i * at.slot + at.sums), t.heads * t.latent);
         }
+        if (t.parts > 1) {
+            const uint64_t all = uint64_t(t.queries) * t.parts * t.heads, stats = all * rows::BLOCK;
+            partSums.SetGlobalBuffer((__gm__ float*)joined, all * t.latent);
+            partStats[0].SetGlobalBuffer((__gm__ float*)joined + all * t.latent, stats);
+            partStats[1].SetGlobalBuffer((__gm__ float*)joined + all * t.latent + stats, stats);
+        }
         const uint32_t half = (t.heads + 1) / 2;
         head = GetSubBlockIdx() * half;
         heads = head < t.heads ? rows::Least(half, t.heads - head) : 0;
@@ -43,16 +51,16 @@ public:
         pipe->InitBuffer(lseOut, 1, all * sizeof(float));
         pipe->InitBuffer(sumBuf, half * t.latent * sizeof(float));
         pipe->InitBuffer(listBuf, 2 * LIST * sizeof(float));
-        pipe->InitBuffer(headBuf, (4 * all + GROUP * (PARTS + 1) + GROUP * rows::BLOCK + 2 * rows::BLOCK + 16) *
+        pipe->InitBuffer(headBuf, (4 * all + GROUP * (CHUNKS + 1) + GROUP * rows::BLOCK + 2 * rows::BLOCK + 16) *
                                       sizeof(float));
         sum = sumBuf.template Get<float>();
         LocalTensor<float> made = headBuf.template Get<float>();
-        Duplicate(made, 0.0f, 4 * all + GROUP * (PARTS + 1));  // whole blocks of them are read
+        Duplicate(made, 0.0f, 4 * all + GROUP * (CHUNKS + 1));  // whole blocks of them are read
         top = made;
         total = made[all];
         kept = made[2 * all];  // of two slots
-        parts = made[4 * all];
-        found = parts[GROUP * PARTS];
+        chunks = made[4 * all];
+        found = chunks[GROUP * CHUNKS];
         spread = found[GROUP];
         number = spread[GROUP * rows::BLOCK];  // two blocks
         beyond = number[2 * rows::BLOCK];
@@ -61,19 +69,35 @@ public:
 
     __aicore__ inline void Process()
     {
-        const uint32_t groups = GetBlockNum();
-        for (uint32_t i = GetBlockIdx() / GetSubBlockNum(); i < t.queries; i += groups) {
-            Query(i);
+        const uint32_t groups = GetBlockNum(), group = GetBlockIdx() / GetSubBlockNum();
+        Tasks tasks(t.queries * t.parts, 1, groups, group, Cost{t, lengthsGm, countsGm});
+        for (balance::Task next; tasks.Next(next);) {
+            const Task task = TaskOf(t, next.row);
+            Attend(task);
+            if (t.parts == 1) {
+                Finish(task.query);
+            } else {
+                Keep(next.row);
+            }
+        }
+        if (t.parts > 1) {
+            PipeBarrier<PIPE_ALL>();
+            CrossCoreSetFlag<0, PIPE_MTE3>(PARTS);
+            CrossCoreWaitFlag(PARTS);
+            const uint32_t cores = groups * GetSubBlockNum();
+            for (uint32_t i = GetBlockIdx(); i < t.queries * t.heads; i += cores) {
+                Join(i);
+            }
         }
     }
 
 private:
-    static constexpr uint32_t PARTS = 8;  // of 64 columns that a block has at most
+    static constexpr uint32_t CHUNKS = 8;  // of 64 columns that a block has at most
 
-    __aicore__ inline void Query(uint32_t index)
+    __aicore__ inline void Attend(const Task& task)
     {
-        const uint32_t rest = Seen(index);
-        if (heads && rest) {
+        const uint32_t rest = Seen(task);
+        if (heads) {
             Duplicate(top, NO_SCORE, heads);
             Duplicate(total, 0.0f, heads);
             Duplicate(sum, 0.0f, heads * t.latent);
@@ -88,25 +112,22 @@ private:
         while (summed < made) {
             AddSums();
         }
-        if (heads) {
-            Finish(index, rest);
-        }
     }
 
     // Stage one: how many of the selected positions the query sees.
-    __aicore__ inline uint32_t Seen(uint32_t index)
+    __aicore__ inline uint32_t Seen(const Task& task)
     {
-        const int64_t last = LastSeen(t, lengthsGm, countsGm, index);
+        const int64_t last = LastSeen(t, lengthsGm, countsGm, task.query);
         if (last < 0) {
             return 0;
         }
         LocalTensor<int32_t> work = listBuf.template Get<int32_t>();
         LocalTensor<float> ones = work[LIST].template ReinterpretCast<float>();
         Duplicate(number, 0.0f, rows::BLOCK);
-        for (uint32_t begin = 0; begin < t.room; begin += LIST) {
-            const uint32_t some = rows::Least(LIST, t.room - begin), all = rows::RoundUp(some, rows::BLOCK);
+        for (uint32_t begin = task.begin; begin < task.end; begin += LIST) {
+            const uint32_t some = rows::Least(LIST, task.end - begin), all = rows::RoundUp(some, rows::BLOCK);
             LocalTensor<int32_t> list = listIn.template AllocTensor<int32_t>();
-            DataCopyPad(list, selectedGm[uint64_t(index) * t.room + begin],
+            DataCopyPad(list, selectedGm[uint64_t(task.query) * t.room + begin],
                         DataCopyExtParams(1, some * sizeof(int32_t), 0, 0, 0),
                         DataCopyPadExtParams<int32_t>(true, 0, all - some, -1));
             listIn.EnQue(list);
@@ -191,11 +212,11 @@ private:
     __aicore__ inline void Highest(const LocalTensor<float>& x, uint32_t some, uint32_t wide)
     {
         for (uint32_t c = 0; c < wide; c += rows::LANES) {
-            const LocalTensor<float> to = c ? parts : found;
+            const LocalTensor<float> to = c ? chunks : found;
             WholeReduceMax<float>(to, x[c], rows::Least(rows::LANES, wide - c), some, 1, 1, wide / rows::BLOCK,
                                   ReduceOrder::ORDER_ONLY_VALUE);
             if (c) {
-                Max(found, found, parts, some);
+                Max(found, found, chunks, some);
             }
         }
     }
@@ -219,35 +240,114 @@ private:
         summed++;
     }
 
-    __aicore__ inline void Finish(uint32_t index, uint32_t seen)
+    // What a query attends to is known. Where it is nothing, the total is 0, and its log is nothing beside NO_SCORE.
+    __aicore__ inline void Finish(uint32_t query)
     {
-        const uint64_t to = uint64_t(index) * t.heads + head;
+        if (heads == 0) {
+            return;
+        }
+        const uint64_t to = uint64_t(query) * t.heads + head;
+        Maxs(total, total, LEAST, heads);
         for (uint32_t h = 0; h < heads; h += GROUP) {
             const uint32_t some = rows::Least(GROUP, heads - h);
-            LocalTensor<T> o = out.template AllocTensor<T>();
-            if (seen) {
-                rows::Spread(spread, total[h], some);
-                rows::OverEach(sum[h * t.latent], sum[h * t.latent], spread, some, t.latent);
-                rows::FromFloats(o, sum[h * t.latent], some * t.latent);
-            } else {
-                Duplicate(o, T{}, some * t.latent);
-            }
-            out.EnQue(o);
-            o = out.template DeQue<T>();
-            DataCopy(oGm[(to + h) * t.latent], o, some * t.latent);
-            out.FreeTensor(o);
+            rows::Spread(spread, total[h], some);
+            rows::OverEach(sum[h * t.latent], sum[h * t.latent], spread, some, t.latent);
+            CopyRows(to + h, sum[h * t.latent], some);
         }
         LocalTensor<float> lse = lseOut.template AllocTensor<float>();
-        if (seen) {
-            Ln(lse, total, heads);
-            Add(lse, lse, top, heads);
-        } else {
-            Duplicate(lse, NO_SCORE, heads);
-        }
+        Ln(lse, total, heads);
+        Add(lse, lse, top, heads);
         lseOut.EnQue(lse);
-        lse = lseOut.template DeQue<float>();
-        DataCopyPad(lseGm[to], lse, DataCopyExtParams(1, heads * sizeof(float), 0, 0, 0));
+        CopyLse(to, heads);
+    }
+
+    // Rows of a result, from row `to` on.
+    __aicore__ inline void CopyRows(uint64_t to, const LocalTensor<float>& x, uint32_t some)
+    {
+        LocalTensor<T> o = out.template AllocTensor<T>();
+        rows::FromFloats(o, x, some * t.latent);
+        out.EnQue(o);
+        o = out.template DeQue<T>();
+        DataCopy(oGm[to * t.latent], o, some * t.latent);
+        out.FreeTensor(o);
+    }
+
+    __aicore__ inline void CopyLse(uint64_t to, uint32_t some)
+    {
+        LocalTensor<float> lse = lseOut.template DeQue<float>();
+        DataCopyPad(lseGm[to], lse, DataCopyExtParams(1, some * sizeof(float), 0, 0, 0));
         lseOut.FreeTensor(lse);
+    }
+
+    // ---- parts of a query ----
+
+    // A part is put aside: sums as they are, `top` and `total` of each head in a block of its own.
+    __aicore__ inline void Keep(uint32_t task)
+    {
+        constexpr uint32_t SOME = GROUP * sizeof(T) / sizeof(float);
+        const uint64_t to = uint64_t(task) * t.heads + head;
+        for (uint32_t h = 0; h < heads; h += SOME) {
+            const uint32_t some = rows::Least(SOME, heads - h) * t.latent;
+            LocalTensor<float> x = out.template AllocTensor<float>();
+            Adds(x, sum[h * t.latent], 0.0f, some);
+            Put(partSums[(to + h) * t.latent], x, some);
+        }
+        for (uint32_t h = 0; h < heads; h += GROUP) {
+            const uint32_t some = rows::Least(GROUP, heads - h);
+            for (uint32_t i = 0; i < 2; i++) {
+                LocalTensor<float> x = out.template AllocTensor<float>();
+                rows::Spread(x, i ? total[h] : top[h], some);
+                Put(partStats[i][(to + h) * rows::BLOCK], x, some * rows::BLOCK);
+            }
+        }
+    }
+
+    __aicore__ inline void Put(const GlobalTensor<float>& to, LocalTensor<float>& x, uint32_t count)
+    {
+        out.EnQue(x);
+        x = out.template DeQue<float>();
+        DataCopy(to, x, count);
+        out.FreeTensor(x);
+    }
+
+    // One head of one query: its parts are weighed by how their highest scores compare, and added up.
+    __aicore__ inline void Join(uint32_t index)
+    {
+        const uint32_t query = index / t.heads, count = t.parts * rows::BLOCK;
+        const uint64_t from = uint64_t(query) * t.parts * t.heads + index % t.heads;
+        LocalTensor<float> stats = listIn.template AllocTensor<float>();
+        const DataCopyParams each(t.parts, 1, t.heads - 1, 0);
+        DataCopy(stats, partStats[0][from * rows::BLOCK], each);
+        DataCopy(stats[count], partStats[1][from * rows::BLOCK], each);
+        listIn.EnQue(stats);
+        stats = listIn.template DeQue<float>();
+        const LocalTensor<float> share = stats, totals = stats[count], best = number, all = number[rows::BLOCK];
+        Duplicate(best, NO_SCORE, rows::BLOCK);
+        for (uint32_t p = 0; p < t.parts; p++) {
+            Max(best, best, share[p * rows::BLOCK], rows::BLOCK);
+        }
+        Sub(share, share, best, rows::BLOCK, t.parts, BinaryRepeatParams(1, 1, 1, 1, 1, 0));
+        Exp(share, share, count);
+        Mul(totals, totals, share, count);
+        Duplicate(all, LEAST, rows::BLOCK);
+        Duplicate(sum, 0.0f, t.latent);
+        for (uint32_t p = 0; p < t.parts; p++) {
+            LocalTensor<float> part = in.template AllocTensor<float>();
+            DataCopy(part, partSums[(from + uint64_t(p) * t.heads) * t.latent], t.latent);
+            in.EnQue(part);
+            part = in.template DeQue<float>();
+            rows::AddTimesOne(sum, part, share[p * rows::BLOCK], t.latent);
+            in.FreeTensor(part);
+            Add(all, all, totals[p * rows::BLOCK], rows::BLOCK);
+        }
+        listIn.FreeTensor(stats);
+        rows::OverOne(sum, sum, all, t.latent);
+        CopyRows(index, sum, 1);
+        LocalTensor<float> lse = lseOut.template AllocTensor<float>();
+        Ln(lse, all, rows::BLOCK);
+        Add(lse, lse, best, rows::BLOCK);
+        lseOut.EnQue(lse);
+        CopyLse(index, 1);
     }
 
     const SparseAttendTiling t;
@@ -256,13 +356,13 @@ private:
     GlobalTensor<int32_t> selectedGm;
     GlobalTensor<int64_t> lengthsGm, countsGm;
     GlobalTensor<T> oGm, weightsGm[SLOTS];
-    GlobalTensor<float> lseGm, scoresGm[SLOTS], sumsGm[SLOTS];
+    GlobalTensor<float> lseGm, scoresGm[SLOTS], sumsGm[SLOTS], partSums, partStats[2];
     TQue<TPosition::VECIN, 2> in;
     TQue<TPosition::VECIN, 1> listIn;
     TQue<TPosition::VECOUT, 2> out;
     TQue<TPosition::VECOUT, 1> lseOut;
     TBuf<TPosition::VECCALC> sumBuf, listBuf, headBuf;
-    LocalTensor<float> sum, top, total, kept, parts, found, spread, number, beyond;
+    LocalTensor<float> sum, top, total, kept, chunks, found, spread, number, beyond;
     uint32_t head, heads, keptSlot;  // the first of this core's heads, how many, and floats of a slot of `kept`
     uint32_t made = 0, summed = 0;   // blocks, of all queries
 };

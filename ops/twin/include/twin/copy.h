@@ -93,7 +93,7 @@ void Fill(const AscendC::LocalTensor<T>& dst, const AscendC::GlobalTensor<T>& sr
     Issue(PIPE_OF_MTE2);
     for (uint64_t i = 0; i < b.count; i++) {
         const uint64_t from = src.Inside(b.what, src.at + i * b.gm_step, b.bytes);
-        TouchGm(b.what, PIPE_OF_MTE2, *src.region, from, b.bytes, false);
+        TouchGm(b.what, PIPE_OF_MTE2, *src.region, from, b.bytes, Access::READ);
         uint8_t* to = Reach(b.what, PIPE_OF_MTE2, dst.place, address + uint32_t(i * b.local_step), uint32_t(b.bytes), true);
         std::memcpy(to, src.region->base + from, b.bytes);
     }
@@ -110,7 +110,7 @@ void Drain(const AscendC::GlobalTensor<T>& dst, const AscendC::LocalTensor<T>& s
         const uint64_t to = dst.Inside(b.what, dst.at + i * b.gm_step, b.bytes);
         const uint8_t* from =
             Reach(b.what, PIPE_OF_MTE3, src.place, address + uint32_t(i * b.local_step), uint32_t(b.bytes), false);
-        TouchGm(b.what, PIPE_OF_MTE3, *dst.region, to, b.bytes, true);
+        TouchGm(b.what, PIPE_OF_MTE3, *dst.region, to, b.bytes, Access::WRITE);
         std::memcpy(dst.region->base + to, from, b.bytes);
     }
     Here().counters.Gm(*dst.region, b.count * b.bytes, true);

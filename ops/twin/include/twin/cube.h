@@ -125,6 +125,8 @@ struct MmadParams {
 #endif
 };
 
+enum class HF32Mode { ENABLE, DISABLE };
+
 enum class CO2Layout : uint8_t { NZ, ROW_MAJOR, COLUMN_MAJOR };
 
 struct FixpipeConfig {
@@ -257,7 +259,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
         for (uint32_t r = 0; r < p.nValue; r++) {
             const uint64_t row = src.at + (d * uint64_t(p.srcNdMatrixStride) + r * uint64_t(p.srcDValue)) * sizeof(T);
             const uint64_t bytes = uint64_t(p.dValue) * sizeof(T), from = src.Inside("DataCopy", row, bytes);
-            twin::TouchGm("DataCopy", twin::PIPE_OF_MTE2, *src.region, from, bytes, false);
+            twin::TouchGm("DataCopy", twin::PIPE_OF_MTE2, *src.region, from, bytes, twin::Access::READ);
             for (uint32_t c = 0; c < p.dValue; c += C0) {
                 const uint32_t at = address + d * p.dstNzMatrixStride * uint32_t(sizeof(T)) +
                                     (c / C0 * p.dstNzC0Stride + r * p.dstNzNStride) * twin::BLOCK;
@@ -356,6 +358,13 @@ void LoadDataWithTranspose(const LocalTensor<T>& dst, const LocalTensor<T>& src,
     twin::Here().counters.cost += p.repeatTimes * COUNT;
 }
 
+// What a core's register says before is not documented: products of float32 need it set.
+inline void SetHF32Mode(HF32Mode mode)
+{
+    if (mode != HF32Mode::DISABLE) twin::Refuse("SetHF32Mode: the twin multiplies float32 as it is");
+    twin::Here().exact = true;
+}
+
 // dst [m, n] = (or, without cmatrixInitVal, +=) fm [m, k] filter [k, n].
 template <typename T, typename U, typename S>
 void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor<S>& filter, const MmadParams& p)
@@ -378,6 +387,8 @@ void Mmad(const LocalTensor<T>& dst, const LocalTensor<U>& fm, const LocalTensor
 #endif
     if (gemv) twin::Refuse("Mmad: one row is read as a vector, not as fractals; take at least two");
     twin::Issue(twin::PIPE_OF_M);
+    if (std::is_same_v<U, float> && !twin::Here().exact)
+        twin::Refuse("Mmad: whether float32 is rounded first depends on SetHF32Mode, which nothing called");
     constexpr uint32_t C0 = twin::BLOCK / sizeof(U);
     const uint32_t rows = (m + 15) / 16, columns = (n + 15) / 16;
     const uint32_t deep = p.kDirectionAlign ? (k + 15) / 16 * 16 / C0 : (k + C0 - 1) / C0;
@@ -423,7 +434,7 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
     for (uint32_t i = 0; i < p.mSize; i++) {
         const uint64_t bytes = p.nSize * sizeof(T);
         const uint64_t to = dst.Inside("Fixpipe", dst.at + uint64_t(i) * p.dstStride * sizeof(T), bytes);
-        twin::TouchGm("Fixpipe", twin::PIPE_OF_FIX, *dst.region, to, bytes, true);
+        twin::TouchGm("Fixpipe", twin::PIPE_OF_FIX, *dst.region, to, bytes, twin::Access::WRITE);
         for (uint32_t j = 0; j < p.nSize; j += 16) {
             const uint32_t at = start + (j / 16 * p.srcStride + i) * 64;
             const uint8_t* from = twin::Reach("Fixpipe", twin::PIPE_OF_FIX, src.place, at, 64, false);

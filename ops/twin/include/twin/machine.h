@@ -97,11 +97,11 @@ struct Mark {
     uint32_t bytes = 0;  // of the block's 32, a bit each: cores may have parts of a block
 };
 
-// A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL.
+// A tensor in global memory. `writer`, `reader` per byte: core + 1, 0 nobody, SEVERAL (writers: by AtomicAdd).
 struct Region {
     static constexpr uint8_t SEVERAL = 255;
     struct Block {  // of 32 bytes; kept only where cores can wait for each other
-        std::vector<Mark> writes, reads;  // reads since the byte was written
+        std::vector<Mark> writes, reads, adds;  // reads and adds (AtomicAdd) since the byte was written
     };
     std::string name;
     uint8_t* base;
@@ -168,6 +168,7 @@ struct Core {
     Clock now[PIPES]{};
     std::vector<Heard> heard;
     std::deque<News> flags_across[FLAGS];
+    bool exact = false;    // SetHF32Mode(DISABLE)
     int64_t product = -1;  // where in L0C the last matrix product went, if no barrier came after it
     Space space[SPACES];
     std::vector<Buffer> buffers;  // never grows past its capacity: tensors point into it
@@ -282,11 +283,19 @@ inline bool After(Pipe pipe, const Mark& mark)
 
 std::string NameOfCore(uint32_t index);
 
+enum class Access : uint8_t { READ, WRITE, ADD };  // ADD: atomic, so that cores need no order among themselves
+
 // Cores that cannot wait for each other: none may write what another touches.
-inline void AloneOn(const char* what, Region& region, uint64_t i, bool write)
+inline void AloneOn(const char* what, Region& region, uint64_t i, Access access)
 {
+    const bool write = access != Access::READ;
     const Core& core = Here();
     const uint8_t me = uint8_t(core.index + 1), writer = region.writer[i], reader = region.reader[i];
+    if (writer == Region::SEVERAL) {
+        if (access == Access::ADD) return;
+        Refuse("%s: core %s meets byte %llu of %s, which cores add to", what, core.Name().c_str(), (unsigned long long)i,
+               region.name.c_str());
+    }
     if (writer && writer != me)
         Refuse("%s: core %s and core %s race for byte %llu of %s", what, NameOfCore(writer - 1u).c_str(),
                core.Name().c_str(), (unsigned long long)i, region.name.c_str());
@@ -296,7 +305,7 @@ inline void AloneOn(const char* what, Region& region, uint64_t i, bool write)
 }
 
 // Cores that can: between two that touch a byte of a block, one of them writing, there has to be a flag.
-inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, uint32_t bytes, bool write)
+inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, uint32_t bytes, Access access)
 {
     const Core& core = Here();
     Region::Block& block = region.blocks[at];
@@ -314,21 +323,25 @@ inline void InTurnOn(const char* what, Pipe pipe, Region& region, uint64_t at, u
     };
     const Mark mine = {core.index, core.now[pipe][pipe], pipe, bytes};
     for (const Mark& mark : block.writes) check(mark, "wrote");
-    if (write) {
+    if (access != Access::READ)
         for (const Mark& mark : block.reads) check(mark, "reads");
-        forget(block.reads);
-        forget(block.writes);
+    if (access != Access::ADD)
+        for (const Mark& mark : block.adds) check(mark, "adds to");
+    if (access == Access::WRITE) {
+        for (std::vector<Mark>* marks : {&block.reads, &block.adds, &block.writes}) forget(*marks);
         block.writes.push_back(mine);
         return;
     }
-    for (Mark& read : block.reads)
-        if (read.core == mine.core && read.pipe == pipe && read.bytes == bytes) return void(read = mine);
-    block.reads.push_back(mine);
+    std::vector<Mark>& among = access == Access::ADD ? block.adds : block.reads;
+    for (Mark& mark : among)
+        if (mark.core == mine.core && mark.pipe == pipe && mark.bytes == bytes) return void(mark = mine);
+    among.push_back(mine);
 }
 
 // Bytes of global memory are read, or written. In the leading bytes that are nobody's, order does not matter.
-inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin, uint64_t bytes, bool write)
+inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin, uint64_t bytes, Access access)
 {
+    const bool write = access != Access::READ;
     const uint64_t end = begin + bytes;
     if (end > region.size)
         Refuse("%s %s bytes %llu to %llu of %s, which has %llu", what, write ? "writes" : "reads",
@@ -338,16 +351,20 @@ inline void TouchGm(const char* what, Pipe pipe, Region& region, uint64_t begin,
     const uint8_t me = uint8_t(core.index + 1);
     const uint64_t from = std::max(begin, region.shared);
     for (uint64_t i = from; i < end; i++) {
-        if (!machine.task.together) AloneOn(what, region, i, write);
-        if (!write && !region.writer[i] && !region.filled)
+        if (!machine.task.together) AloneOn(what, region, i, access);
+        if (access != Access::WRITE && !region.writer[i] && !region.filled)
             Refuse("%s reads byte %llu of %s, which nothing wrote", what, (unsigned long long)i, region.name.c_str());
         uint8_t& who = write ? region.writer[i] : region.reader[i];
-        who = !write && who && who != me ? Region::SEVERAL : me;
+        if (pipe == PIPE_OF_S && !write && region.writer[i] == Region::SEVERAL)
+            Refuse("%s reads byte %llu of %s, which cores add to: the scalar unit's cache may hold another value", what,
+                   (unsigned long long)i, region.name.c_str());
+        const bool others = access == Access::ADD ? machine.task.together || who != me : !write && who && who != me;
+        who = others ? Region::SEVERAL : me;
     }
     if (machine.task.together && from < end)
         for (uint64_t b = from / BLOCK; b * BLOCK < end; b++) {
             const uint64_t first = std::max(from, b * BLOCK) % BLOCK, some = std::min(end - b * BLOCK, uint64_t(BLOCK)) - first;
-            InTurnOn(what, pipe, region, b, uint32_t(((uint64_t(1) << some) - 1) << first), write);
+            InTurnOn(what, pipe, region, b, uint32_t(((uint64_t(1) << some) - 1) << first), access);
         }
     if (end <= region.shared) return;
     const uint32_t time = core.now[pipe][pipe];

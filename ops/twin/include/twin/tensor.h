@@ -131,7 +131,8 @@ public:
         // Through the scalar unit's cache: a line is fetched once a core.
         const uint64_t byte = at + offset * sizeof(T);
         twin::Issue(twin::PIPE_OF_S);
-        twin::TouchGm("GetValue", twin::PIPE_OF_S, *region, Inside("GetValue", byte, sizeof(T)), sizeof(T), false);
+        twin::TouchGm("GetValue", twin::PIPE_OF_S, *region, Inside("GetValue", byte, sizeof(T)), sizeof(T),
+                      twin::Access::READ);
         const uint64_t line = byte / twin::LINE * twin::LINE;
         auto& lines = twin::Here().lines;
         if (std::find(lines.begin(), lines.end(), region->base + line) == lines.end()) {

@@ -228,7 +228,13 @@ inline void WaitFor(uint32_t flag, Pipe pipe)
     if (pipe == PIPE_OF_S)
         for (Clock& clock : core.now) clock[PIPE_OF_S] = std::max(clock[PIPE_OF_S], time);
     for (const auto& [other, at] : news.of) {
-        if (other == core.index) continue;
+        if (other == core.index) {  // its own pipe had to come so far too
+            if (pipe == PIPE_OF_S)
+                for (Clock& clock : core.now) Join(clock, at);
+            else
+                Join(core.now[pipe], at);
+            continue;
+        }
         Heard heard{other, at, pipe, time};
         for (size_t i = core.heard.size(); i--;) {  // one entry does for all that every pipe knows
             const Heard& h = core.heard[i];

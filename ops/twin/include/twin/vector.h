@@ -298,6 +298,9 @@ void Cast(const LocalTensor<T>& dst, const LocalTensor<U>& src, const RoundMode&
         else if (mode == RoundMode::CAST_RINT)
             twin::Short("Cast", [](auto x) { return std::nearbyint(x); }, dst, count, src);
         else twin::Refuse("Cast: the twin makes int32_t of float with CAST_FLOOR or CAST_RINT");
+    } else if constexpr (std::is_same_v<T, int8_t> && std::is_same_v<U, half>) {
+        if (mode != RoundMode::CAST_RINT) twin::Refuse("Cast: the twin makes int8_t of half with CAST_RINT");
+        twin::Short("Cast", [](auto x) { return std::clamp(std::nearbyint(x), -128.0f, 127.0f); }, dst, count, src);
     } else {
         twin::Refuse("Cast: no way from %s to %s", twin::TypeName<U>(), twin::TypeName<T>());
     }

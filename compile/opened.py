@@ -1,0 +1,245 @@
+"""`kg.open_bundle`: a bundle for programs, read only. What it is, what a rank holds, and its weights as tensors."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kimi_graph.checkpoint import Checkpoint
+from kimi_graph.config import ModelConfig
+from kimi_graph.errors import BundleError
+from kimi_graph.parallel import Mesh
+
+from . import air, bundle
+from .bundle import MANIFEST, Bundle, as_written
+from .expect import Expected, bundle_config
+from .ge_proto import TensorDescriptor
+from .making import Maker
+from .manifest import is_weight, target_of
+from .parts import dims_of, mesh_of
+from .targets import Target
+from .verify import find_checkpoint
+from .weight_formats import as_read
+from .written import Written, open_written
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph, of all ranks of a stage. Inputs and outputs by name, with dtype and shape of one rank."""
+
+    name: str
+    phase: str
+    stage: int
+    rows: int
+    tokens: int
+    inputs: Mapping[str, tuple[str, tuple[int, ...]]]
+    outputs: Mapping[str, tuple[str, tuple[int, ...]]]
+    weights: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a runtime holds between steps. `shape`: of all ranks together; `local`: of one; `axes`: logical ones."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    axes: tuple[str, ...]
+    stage: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of graphs. `parameter`: path in the model's tree; `bytes`: on one rank, in `dtype`."""
+
+    name: str
+    parameter: str
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, repr=False)
+class OpenBundle:
+    """A bundle that was opened.
+
+    Attributes:
+        folder: where it lies.
+        source: the manifest and the weight plan, as they are written.
+    """
+
+    folder: Path
+    source: Bundle
+
+    @functools.cached_property
+    def model(self) -> ModelConfig:
+        """The config of the model that it was made of."""
+        return bundle_config(self.source)
+
+    @functools.cached_property
+    def target(self) -> Target:
+        """What the graphs are for: chip, CANN release, providers."""
+        return target_of(self.source.manifest)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The ranks that run it together; one rank is a mesh too."""
+        return mesh_of(self.source)
+
+    @functools.cached_property
+    def graphs(self) -> Mapping[str, Graph]:
+        """By name, in the order in which phases and stages are used."""
+
+        def ports(entries: list[dict[str, Any]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+            return {e["name"]: (e["dtype"], tuple(e["shape"])) for e in entries}
+
+        return {
+            g["name"]: Graph(
+                name=g["name"],
+                phase=g["phase"],
+                stage=g.get("stage", 0),
+                rows=g["rows"],
+                tokens=g["tokens"],
+                inputs=ports(g["inputs"]),
+                outputs=ports(g["outputs"]),
+                weights=tuple(g["weights"]),
+                states=tuple(g["states"]),
+            )
+            for g in self.source.manifest["graphs"]
+        }
+
+    @functools.cached_property
+    def states(self) -> Mapping[str, State]:
+        """By name."""
+        return {
+            s["name"]: State(
+                name=s["name"],
+                dtype=s["dtype"],
+                shape=tuple(s["shape"]),
+                local=tuple(s.get("local", s["shape"])),
+                axes=tuple(s["axes"]),
+                stage=s.get("stage", 0),
+            )
+            for s in self.source.manifest["state"]["states"]
+        }
+
+    @functools.cached_property
+    def weights(self) -> Mapping[str, Weight]:
+        """By name."""
+        return {
+            name: Weight(name, w["parameter"], w["dtype"], w["bytes"])
+            for name, w in self.source.weights["weights"].items()
+        }
+
+    @functools.cached_property
+    def written(self) -> Written | None:
+        """Weights that `kimi-graph weights` has made; None where it has not run."""
+        return open_written(self.source)
+
+    def weights_of(self, rank: int) -> tuple[str, ...]:
+        """Names of the weights that a rank holds.
+
+        Raises:
+            BundleError: there is no such rank.
+        """
+        stage = self._stage(rank)
+        return tuple(sorted({name for g in self.graphs.values() if g.stage == stage for name in g.weights}))
+
+    def read(self, name: str, rank: int = 0, checkpoint: str | Path | None = None) -> Tensor:
+        """A weight of a rank, as its graphs read it; four-bit numbers in a wider dtype.
+
+        It is taken from what `kimi-graph weights` has written, checked against its hash; else it is made by its recipe.
+
+        Args:
+            checkpoint: to make it from; None: that which the bundle was compiled from.
+
+        Raises:
+            BundleError: there is no such weight or rank; a file was changed. CheckpointError: it is not the model's.
+        """
+        if name not in self.weights_of(rank):
+            raise BundleError(f"{self.folder}: rank {rank} has no weight {name!r}.")
+        raw = None
+        if checkpoint is None and self.written is not None and rank in self.written.ranks:
+            raw = self.written.read(rank, name)
+        if raw is None:
+            entry = self.source.weights["weights"][name]
+            index = tuple(self.mesh.index(rank, axes) for axes in dims_of(entry))
+            raw = self._maker(self._checkpoint(checkpoint)).part(name, index)
+        return as_read(self._descriptors[name], raw)
+
+    def _stage(self, rank: int) -> int:
+        if not 0 <= rank < self.mesh.world:
+            raise BundleError(f"{self.folder}: no rank {rank}; there are 0 to {self.mesh.world - 1}.")
+        return rank // self.mesh.stage.world
+
+    def _checkpoint(self, given: str | Path | None) -> Path:
+        return find_checkpoint(self.source, None if given is None else Path(given)).folder
+
+    def _maker(self, folder: Path) -> Maker:
+        if folder not in self._makers:
+            self._makers[folder] = Maker.open(self.source, self.model, Checkpoint.open(folder, mapped=False))
+        return self._makers[folder]
+
+    @functools.cached_property
+    def _makers(self) -> dict[Path, Maker]:
+        return {}
+
+    @functools.cached_property
+    def _descriptors(self) -> dict[str, TensorDescriptor]:
+        found: dict[str, TensorDescriptor] = {}
+        for entry in self.source.manifest["graphs"]:
+            model = air.from_bytes(self.source.graph_bytes(entry), entry["file"])
+            found |= {op.name: op.output_desc[0] for op in model.graph[0].op if is_weight(op)}
+        return found
+
+    def __repr__(self) -> str:
+        m, ranks = self.source.manifest, self.mesh.world
+        size = sum(w.bytes for w in self.weights.values())
+        ahead = "" if self.written is None else f"; made ahead for {len(self.written.ranks):,} of {ranks:,} ranks"
+        phases = ", ".join(f"{b['phase']} {b['rows']} x {b['tokens']}" for b in m["buckets"])
+        lines = [
+            f"Bundle {str(self.folder)!r}",
+            f"  model    {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
+            f"  target   {m['target']['name']}, CANN {m['target']['cann']}, torch-npu {m['made_by']['torch_npu']}",
+            f"  mesh     {self.mesh}: {ranks:,} rank{'s' if ranks > 1 else ''}",
+            f"  graphs   {len(self.graphs)}: {phases}",
+            f"  states   {len(self.states)}, caches {m['state']['kv_dtype']}, "
+            f"{m['state']['tokens_per_sequence']:,} tokens a sequence",
+            f"  weights  {len(self.weights):,}, {size:,} bytes if one rank had a part of each{ahead}",
+        ]
+        return "\n".join(lines)
+
+
+def open_bundle(
+    path: str | Path,
+    *,
+    model: str | Path | None = None,
+    target: str | None = None,
+    cann: str | None = None,
+    torch_npu: str | None = None,
+    mesh: str | Mesh | None = None,
+) -> OpenBundle:
+    """Open a bundle, and hold it against what the caller has.
+
+    Args:
+        path: its folder.
+        model: a preset, config.json or checkpoint folder that it has to be of.
+        target, cann, torch_npu: chip, and releases, that it has to be made for.
+        mesh: the ranks there are (`pp=2,tp=8`; "none": one).
+
+    Raises:
+        BundleError: it is no bundle, is damaged, or is made for something else: the field is named.
+    """
+    opened = OpenBundle(Path(path), bundle.open_bundle(path))
+    with as_written(opened.folder):
+        texts = {"model": model, "mesh": mesh}
+        given = {name: None if x is None else str(x) for name, x in texts.items()}
+        Expected(target=target, cann=cann, **given).check(opened.source)
+        made_by = opened.source.manifest["made_by"]["torch_npu"]
+        if torch_npu is not None and made_by != torch_npu:
+            raise BundleError(f"{opened.folder / MANIFEST}: made_by.torch_npu is {made_by}, expected {torch_npu}.")
+        return opened
