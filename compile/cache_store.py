@@ -153,4 +153,5 @@ def _change(name: str, before: Any, now: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else "none" if value is None else str(value)
+    said = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+    return "none" if said in (None, "") else str(said)

@@ -5,7 +5,6 @@ against its prototype and limits. No weights.
 """
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,11 +34,11 @@ from .stamp import Piece
 from .targets import Target
 from .torchair_host import Host, load
 from .view import Node, View, view
+from .wrap import wrapped
 
 STRUCTURE = {"Data", "RefData", "Const", "FileConstant", "NetOutput"}
 BETWEEN, REST = "between ranks", "the rest"  # kinds of what no lowering chose
 NO_KERNEL = "no kernel yet"
-WIDTH = 100  # of a line
 KERNELS = Path(kimi_graph.ops.__file__).parent / "kernels"
 CODES = re.compile(r"_(type|mode|item|alg)\b|\b(input_)?layout")  # attributes that choose a form: they are no sizes
 
@@ -71,6 +70,18 @@ class Served:
     @property
     def operators(self) -> str:
         return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in self.types)
+
+    @property
+    def replaces(self) -> str:
+        """What a chain stands for, in words; empty where nothing but itself."""
+        if not self.instead or self.instead == self.types:
+            return ""
+        return "of " + ", ".join(f"{n} {type_}" for type_, n in self.instead)
+
+    @property
+    def why(self) -> str:
+        """The reason, and what a chain stands for."""
+        return "; ".join(words for words in (self.reason, self.replaces and f"instead {self.replaces}") if words)
 
     @property
     def limits(self) -> str:
@@ -128,10 +139,15 @@ class Coverage:
     def text(self) -> str:
         return self._markdown() if self.markdown else self._plain()
 
-    def _plain(self) -> str:
+    @property
+    def _asked(self) -> str:
         r = self.request
+        without = f", without {', '.join(r.target.avoid)}" if r.target.avoid else ""
         sizes = f"sequences {r.rows}, chunk {r.chunk}, max-len {r.max_len:,}, page {r.page}"
-        lines = [f"asked: {', '.join(r.target.providers)}; {sizes}"]
+        return f"asked: {', '.join(r.target.providers)}{without}; {sizes}"
+
+    def _plain(self) -> str:
+        lines = wrapped("", self._asked)
         for phase in dict.fromkeys(row.phase for row in (*self.served, *self.unserved)):
             for part in dict.fromkeys(row.part for row in (*self.served, *self.unserved) if row.phase == phase):
                 rows = [row for row in self.served if (row.phase, row.part) == (phase, part)]
@@ -140,10 +156,10 @@ class Coverage:
                 for row in rows:
                     lines += _row_lines(row)
                 for u in (u for u in self.unserved if (u.phase, u.part) == (phase, part)):
-                    lines += _wrapped("  ", f"CANNOT BE SERVED: {u.why}")
+                    lines += wrapped("  ", f"CANNOT BE SERVED: {u.why}")
         lines += [""] if self.packages or self.conflict else []
         for point in [*self._points(), *([f"CONFLICT: {self.conflict}"] if self.conflict else [])]:
-            lines += _wrapped("", point)
+            lines += wrapped("", point)
         return "\n".join(lines)
 
     def _points(self) -> list[str]:
@@ -156,25 +172,28 @@ class Coverage:
 
     def _markdown(self) -> str:
         """Tables for a release note."""
-        head = ("layer", "needs", "operators", "from", "evidence", "limits")
-        lines = [f"# Operators of {self.request.config.name} for {self._where}"]
+        head = ("layer", "needs", "operators", "from", "why", "evidence", "limits")
+        lines = [f"# Operators of {self.request.config.name} for {self._where}", "", self._asked]
         for phase in dict.fromkeys(row.phase for row in self.served):
             rows = [row for row in self.served if row.phase == phase]
             lines += ["", f"## {phase}", "", _cells(head), _cells("---" for _ in head)]
-            lines += [
-                _cells((f"{r.part} x {r.layers}", r.kind, r.operators, r.provider, r.evidence, r.limits)) for r in rows
-            ]
+            for r in rows:
+                cells = (f"{r.part} x {r.layers}", r.kind, r.operators, r.provider, r.why, r.evidence, r.limits)
+                lines.append(_cells(cells))
         points = self._points()
         points += [f"**conflict**: {self.conflict}"] if self.conflict else []
         points += [f"**not served**: {u.part} of {u.phase}: {u.why}" for u in self.unserved]
-        return "\n".join([*lines, *([""] if points else []), *(f"- {point}" for point in points)])
+        return "\n".join([*lines, *([""] if points else []), *(f"- {point}" for point in points), ""])
 
     def to_json(self) -> Any:
-        t, types = self.request.target, sorted({t for row in self.served for t, _ in row.types})
+        r, types = self.request, sorted({t for row in self.served for t, _ in row.types})
+        t = r.target
+        asked = {"providers": list(t.providers), **({"avoid": list(t.avoid)} if t.avoid else {})}
         return {
-            "model": self.request.config.name,
-            "target": {"name": t.name, "soc": t.soc, "cann": t.cann, "providers": list(t.providers)},
-            "mesh": None if self.request.mesh is None else str(self.request.mesh),
+            "model": r.config.name,
+            "target": {"name": t.name, "soc": t.soc, "cann": t.cann, **asked},
+            "mesh": None if r.mesh is None else str(r.mesh),
+            "sizes": {"sequences": r.rows, "chunk": r.chunk, "max_len": r.max_len, "page": r.page},
             "passed": self.passed,
             "served": [_row_json(row) for row in self.served],
             "unserved": [{"phase": u.phase, "part": u.part, "why": u.why} for u in self.unserved],
@@ -185,18 +204,13 @@ class Coverage:
 
 
 def _row_lines(row: Served) -> Iterator[str]:
-    yield from _wrapped("  ", f"{row.kind}: {row.operators} of {row.provider}; {row.evidence}")
+    yield from wrapped("  ", f"{row.kind}: {row.operators} of {row.provider}; {row.evidence}")
     if row.reason:
-        yield from _wrapped("    why     ", row.reason)
-    if row.instead and row.instead != row.types:
-        yield from _wrapped("    instead ", "of " + ", ".join(f"{n} {type_}" for type_, n in row.instead))
+        yield from wrapped("    why     ", row.reason)
+    if row.replaces:
+        yield from wrapped("    instead ", row.replaces)
     if row.held or row.broken:
-        yield from _wrapped("    limits  ", row.limits)
-
-
-def _wrapped(head: str, words: str) -> list[str]:
-    wrapper = textwrap.TextWrapper(WIDTH, head, " " * max(4, len(head)), break_on_hyphens=False, break_long_words=False)
-    return wrapper.wrap(words)
+        yield from wrapped("    limits  ", row.limits)
 
 
 def _cells(cells: Iterable[str]) -> str:
@@ -330,6 +344,8 @@ def _rows(request: Request, b: Bucket, part: str, piece: Piece, prototypes: Prot
     broken: dict[str, list[str]] = {}
     for finding in operators_hold(seen, claims):
         broken.setdefault(seen.by_name[finding.node].type, []).append(finding.at(""))
+    for type_ in request.target.avoided:  # what a lowering could not do without
+        broken.setdefault(type_, []).append(f"--avoid {type_}: nobody else serves what it does")
     counts = Counter(node.type for node in seen.nodes if node.type not in STRUCTURE)
     for choice, types in _by_choice(counts, piece.choices).items():
         nodes = [node for node in seen.nodes if node.type in types]

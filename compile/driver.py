@@ -60,6 +60,7 @@ from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host, Late, default_cache
 from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
+from .wrap import wrapped
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -513,14 +514,14 @@ class Compiled:
             [
                 f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
                 *mesh_lines(m),
-                *package_lines(m),
-                f"graphs    {'; '.join(shapes)}",
+                *(line for words in package_lines(m) for line in wrapped("package   ", words)),
+                *wrapped("graphs    ", "; ".join(shapes)),
                 f"state     {s['slots']} slots, {s['pages']} pages of {s['page_tokens']} tokens, "
                 f"{s['tokens_per_sequence']:,} tokens a sequence" + bundle.caches_text(s),
                 f"experts   {self.experts}",
                 f"memory    {_memory(m)}",
-                *(f"{'' if i else 'cache':<10}{line}" for i, line in enumerate(self.kept)),
-                f"time      {steps}",
+                *(line for i, words in enumerate(self.kept) for line in wrapped(f"{'' if i else 'cache':<10}", words)),
+                *wrapped("time      ", steps),
             ]
         )
 

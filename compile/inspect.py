@@ -1,5 +1,6 @@
 """`kimi-graph inspect`: what is in a bundle, for a reader and for a program."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
@@ -18,6 +19,7 @@ from .mesh_manifest import collective_lines, mesh_lines
 from .order import Overlap, overlap_kinds
 from .origins import Origins, source_of
 from .packages import package_lines
+from .wrap import wrapped, wrapped_items
 from .written import Written, open_written
 
 PLAIN = (bool, int, float, str, list)  # attribute values that JSON can hold
@@ -43,6 +45,7 @@ class Contents:
     def text(self) -> str:
         m, s, size = self.bundle.manifest, self.bundle.manifest["state"], sizes(self.bundle)
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
+        count = len(self.bundle.weights["weights"])
         held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
         if self.ahead is not None:
             held += f"; of {len(self.ahead.ranks):,} ranks made ahead: {self.ahead.bytes:,} bytes in weights/"
@@ -50,34 +53,37 @@ class Contents:
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
             f"made by   {made}",
-            *package_lines(m),
-            *mesh_lines(m),
-            *_rules_lines(m),
-            *_rank_lines(m),
-            f"weights   {size['weights']:,} bytes in {len(self.bundle.weights['weights']):,} graph weights, {held}",
-            f"states    {size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, "
-            f"{s['pages']} pages of {s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence"
-            + caches_text(s),
+            *(line for words in package_lines(m) for line in wrapped("package   ", words)),
+            *(line for words in (*mesh_lines(m), *_rules_lines(m), *_rank_lines(m)) for line in wrapped("", words)),
+            *wrapped("weights   ", f"{size['weights']:,} bytes in {count:,} graph weights, {held}"),
+            *wrapped(
+                "states    ",
+                f"{size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "
+                f"{s['page_tokens']} tokens, {s['tokens_per_sequence']:,} tokens a sequence" + caches_text(s),
+            ),
         ]
         for g in m["graphs"]:
             lines += ["", *_graph_lines(g, self.overlaps.get(g["name"], ()))]
+        if build := self._build_lines():
+            lines += ["", "operators of ours, on a host with CANN", *build]
         for title, points in (
-            ("operators of ours, on a host with CANN", self._build_lines()),
             ("chosen", _choice_lines(m)),
             ("assumed", m["assumptions"]),
             ("not proved", m["unproved"]),
         ):
             if points:
-                lines += ["", title, *(f"  {point}" for point in points)]
+                lines += ["", title]
+                lines += [line for point in points for line in wrapped("  ", point)]
         return "\n".join(lines)
 
     def _build_lines(self) -> list[str]:
         """What makes a package of the operator project, if there is one, and installs it."""
         if self.bundle.manifest["kernels"] is None:
             return []
-        said = f"# {self.bundle.kernels_state()}; {KERNELS}/README.md says more"
+        said = wrapped("  # ", f"{self.bundle.kernels_state()}; {KERNELS}/README.md says more", "  # ")
         chip = target_of(self.bundle.manifest).op_soc
-        return [said, *commands(chip, (self.bundle.folder / KERNELS).as_posix())]
+        made = commands(chip, shlex.quote((self.bundle.folder / KERNELS).as_posix()))
+        return [*said, *(f"  {line}" for line in made)]
 
 
 def _choice_lines(manifest: dict[str, Any]) -> list[str]:
@@ -96,10 +102,9 @@ def _graph_lines(g: dict[str, Any], overlaps: Sequence[Overlap]) -> list[str]:
     nodes = sum(g["ops"].values())
     size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{g['rows']} rows x {g['tokens']} tokens"
     head = f"{g['name']}: {size}, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
-    inputs = ", ".join(f"{i['name']} {_shape(i)}" for i in g["inputs"])
-    outputs = ", ".join(f"{o['name']} {_shape(o)}" for o in g["outputs"])
+    inputs, outputs = ([f"{port['name']} {_shape(port)}" for port in g[side]] for side in ("inputs", "outputs"))
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))
-    lines = [head, f"  inputs   {inputs}", f"  outputs  {outputs}"]
+    lines = [head, *wrapped_items("  inputs   ", inputs), *wrapped_items("  outputs  ", outputs)]
     if "stage" in g:
         lines += [*collective_lines(g), *_overlap_lines(overlaps)]
     cells = [f"{count:>6} {name}" for name, count in counts]
@@ -115,12 +120,11 @@ def _overlap_lines(kinds: Sequence[Overlap]) -> list[str]:
     if not kinds:
         return []
     covered, count = sum(k.covered for k in kinds), sum(k.count for k in kinds)
-    lines = [
-        f"  overlap  {covered:,} of {count:,} collectives travel while something heavy runs that no edge ties to them"
-    ]
+    said = f"{covered:,} of {count:,} collectives travel while something heavy runs that no edge ties to them"
+    lines = wrapped("  overlap  ", said)
     for k in (k for k in kinds if k.covered):
         beside = ", ".join(f"{type_} ({n:,})" for type_, n in k.beside.items())
-        lines.append(f"  {k.covered:>6} {k.type} of {k.part}: {beside}")
+        lines += wrapped(f"  {k.covered:>6} ", f"{k.type} of {k.part}: {beside}")
     return lines
 
 

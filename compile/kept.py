@@ -71,7 +71,10 @@ class Kept:
         if self.missed is not None:
             yield f"miss: {self.missed}"
         if self.found:
-            yield "; ".join(f"{name}: {what}" for name, what in self.found.items())
+            alike: dict[str, list[str]] = {}
+            for name, what in self.found.items():
+                alike.setdefault(what, []).append(name)
+            yield "; ".join(f"{', '.join(names)}: {what}" for what, names in alike.items())
         yield from self.store.notes
 
     # ---- bundles ----

@@ -121,7 +121,8 @@ def at_most(what: str, found: int, most: int, hint: str = "") -> Iterator[Fault 
 
 
 def one_of(what: str, found: Any, legal: Sequence[Any], hint: str = "") -> Iterator[Fault | Met]:
-    yield from within(what, found, found in legal, "one of " + ", ".join(map(str, legal)), hint)
+    expected = ", ".join(map(str, legal))
+    yield from within(what, found, found in legal, expected if len(legal) == 1 else f"one of {expected}", hint)
 
 
 def exactly(what: str, found: Any, expected: Any, hint: str = "") -> Iterator[Fault | Met]:

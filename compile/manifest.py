@@ -289,13 +289,13 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         _compare(where, "mesh", manifest["mesh"], mesh_manifest.mesh_entry(layout, pairs))
     _check_plan(bundle, config, models.values(), layout)
     _compare(where, "buckets", manifest["buckets"], bucket_entries(manifest["graphs"]))
-    constants = "constants" in manifest["weights"]
-    todo = left_to_do(manifest, bundle.weights["generated"], constants=constants)
-    _compare(where, "at_load", manifest["at_load"], todo)
     types = {op.type for model in models.values() for op in model.graph[0].op}
     _check_kernels(where, manifest["kernels"], own_types(types))
     needed = packages_of(types)
     _compare(where, "packages", manifest.get("packages"), [n.to_json() for n in needed])
+    constants = "constants" in manifest["weights"]
+    todo = left_to_do(manifest, bundle.weights["generated"], constants=constants)
+    _compare(where, "at_load", manifest["at_load"], todo)
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
 

@@ -69,8 +69,7 @@ class Needed:
 def package_lines(manifest: Mapping[str, Any]) -> list[str]:
     """For a reader: what a bundle needs beside CANN."""
     return [
-        f"package   {Needed(n['provider'], tuple(n['operators']), tuple(n['must_not_replace'])).text()}"
-        for n in manifest["packages"]
+        Needed(n["provider"], tuple(n["operators"]), tuple(n["must_not_replace"])).text() for n in manifest["packages"]
     ]
 
 

@@ -220,6 +220,7 @@ _PROFILES = {
 }
 
 TARGETS = tuple(_PROFILES)
+MOST_NAMED = 12  # names that a refusal lists: more hide what it says
 
 
 def target(
@@ -240,6 +241,10 @@ def target(
         CompileError: a name, release, variant or provider that is not known, with the nearest one; a list of providers
             that cannot be.
     """
+    if name not in TARGETS and (found := _sold_as(name)):
+        raise CompileError(
+            f"target {name!r} is not known; it may be {' or '.join(found)}, all are {', '.join(TARGETS)}."
+        )
     profile = _PROFILES[_known("target", name, TARGETS)]
     variants = tuple(profile.variants)
     variant = _known(f"soc_version of target {name!r}", variants[0] if soc_version is None else soc_version, variants)
@@ -258,6 +263,21 @@ def target(
         providers=_providers(tuple(providers)),
         avoid=_avoided(tuple(avoid), tuple(providers)),
     )
+
+
+_SOLD = {"910c": "ascend91093"}  # a chip's name where its soc_versions do not have it
+
+
+def _sold_as(name: str) -> list[str]:
+    """Targets by what a chip or a machine is sold as: 910B, 950, Atlas 800 A3."""
+
+    def folded(text: str) -> str:
+        return "".join(x for x in text.lower() if x.isalnum())
+
+    given = folded(name).removeprefix("ascend").removeprefix("huawei")
+    wanted = _SOLD.get(given, given)
+    known = {n: [folded(x) for x in (n, p.product, *p.variants)] for n, p in _PROFILES.items()}
+    return [n for n, words in known.items() if len(wanted) > 1 and any(wanted in word for word in words)]
 
 
 def _providers(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -285,8 +305,10 @@ def _avoided(entries: tuple[str, ...], providers: tuple[str, ...]) -> tuple[str,
 
 def _known(what: str, given: str, known: tuple[str, ...]) -> str:
     if given not in known:
-        nearest = _nearest(given, known)
-        raise CompileError(f"{what} {given!r} is not known; the nearest is {nearest!r}, all are {', '.join(known)}.")
+        rest = f"all are {', '.join(known)}" if len(known) <= MOST_NAMED else f"there are {len(known)}"
+        if not given:
+            raise CompileError(f"{what} is not named; {rest}.")
+        raise CompileError(f"{what} {given!r} is not known; the nearest is {_nearest(given, known)!r}, {rest}.")
     return given
 
 

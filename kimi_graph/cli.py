@@ -296,6 +296,10 @@ Providers = Annotated[
     str,
     typer.Option(metavar="P,P", help=f"Whose operators to take, the first that can: {PROVIDERS}; builtin is CANN's."),
 ]
+Avoid = Annotated[
+    list[str] | None,
+    typer.Option("--avoid", metavar="OP[=P]", help="Do without an operator, or take provider P's in its place."),
+]
 Wheel = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Wheel to take torchair from. Default: fetched once, announced."),
@@ -402,10 +406,7 @@ def compile(  # noqa: A001 (the command's name)
         str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
     ] = CANN_DEFAULT,
     providers: Providers = PROVIDERS_DEFAULT,
-    avoid: Annotated[
-        list[str] | None,
-        typer.Option("--avoid", metavar="OP[=P]", help="Do without an operator, or take provider P's in its place."),
-    ] = None,
+    avoid: Avoid = None,
     weights: Annotated[
         str,
         typer.Option(
@@ -466,8 +467,7 @@ def compile(  # noqa: A001 (the command's name)
 
         config = _load_config(model)
         if devices is not None:
-            from kimi_graph.plan.report import sequences
-            from kimi_graph.plan.search import Ask, make_plan
+            from kimi_graph.plan.search import Ask, dies, make_plan, several
 
             best = make_plan(
                 Ask(
@@ -478,8 +478,8 @@ def compile(  # noqa: A001 (the command's name)
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             print(
-                f"mesh      {best.choice}: the best of {devices:,} dies for {sequences(best.request.rows)}, "
-                f"--weights-format {weights_format}"
+                f"mesh      {best.choice}: the best of {dies(devices, profile)} for "
+                f"{several(best.request.rows, 'sequence')}, --weights-format {weights_format}"
             )
             mesh, batch, chunk = str(best.choice.mesh), best.request.rows, best.request.chunk
             exchange, split_cache, moe_chunks = best.choice.exchange, best.choice.split_cache, best.choice.chunks
@@ -738,6 +738,7 @@ def ops(
         typer.Option(metavar="AXES", help="Ranks by axis, pp=4,tp=32: limits are those of a rank. Default: one rank."),
     ] = None,
     providers: Providers = PROVIDERS_DEFAULT,
+    avoid: Avoid = None,
     phase: Annotated[
         str | None,
         typer.Option(metavar="P,P", callback=_some_of(PHASES, "phase"), help="Of which graphs. Default: all."),
@@ -769,7 +770,7 @@ def ops(
     with _without_collecting(), _progress() as progress:
         from kimi_graph.compile.targets import target as find_target
 
-        profile = find_target(target, cann=cann, providers=_split(providers))
+        profile = find_target(target, cann=cann, providers=_split(providers), avoid=avoid or ())
         progress("operators", 0, 0)
         from kimi_graph.compile.coverage import cover_model
         from kimi_graph.compile.torchair_host import default_cache

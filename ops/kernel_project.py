@@ -148,6 +148,8 @@ def type_of(name: str) -> str:
 def _check_place(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
+    if not folder.is_dir():
+        raise KernelError(f"{folder}: is a file; expected a folder, or nothing yet.")
     lists = folder / "CMakeLists.txt"
     if not lists.is_file() or f"project({MARK})" not in lists.read_text():
         raise KernelError(f"{folder}: holds something else; choose another folder.")

@@ -330,7 +330,7 @@ def commands(name):
                         yield words[1:]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/bundle.md", "docs/development.md"])
+@pytest.mark.parametrize("name", ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))])
 def test_commands_and_options_of_the_documents_exist(name):
     from typer.main import get_command
 

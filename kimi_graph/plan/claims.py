@@ -22,7 +22,7 @@ from kimi_graph.read_config import load_config
 
 from .factors import Factors
 from .network import crossing
-from .profiles import table
+from .profiles import table, wrapped
 from .report import duration
 from .search import Ask, Option, PlanError, base_request, evaluate, gib, make_plan
 from .sieve import Choice, Sieve
@@ -56,8 +56,9 @@ class Claims:
     def text(self) -> str:
         found = []
         for c in self.claims:
-            found += [f'"{c.claim}": {c.verdict}', *("  " + line for line in table([c.head, *c.rows])), ""]
-        return "\n".join([*found, "factors   " + ", ".join(f"{k}={v:g}" for k, v in vars(self.factors).items())])
+            found += [*wrapped(f'"{c.claim}": {c.verdict}', 2), *("  " + line for line in table([c.head, *c.rows])), ""]
+        factors = ", ".join(f"{k}={v:g}" for k, v in vars(self.factors).items())
+        return "\n".join([*found, *wrapped(f"factors   {factors}")])
 
     def to_json(self) -> Any:
         return [
@@ -85,7 +86,7 @@ def million(config: ModelConfig, factors: Factors) -> Claim:
         try:
             plan = make_plan(replace(ask, devices=dies), traced=1)
         except PlanError as error:
-            rows.append((name, str(dies), "-", "-", "-", "-", str(error).split("; ")[0].split(": ", 1)[1]))
+            rows.append((name, str(dies), "-", "-", "-", "-", str(error).split(": ", 1)[1].split(". ")[0]))
             continue
         p, seconds = plan.best.prefill, plan.best.ttft
         law = f"{p.fill:.2f} + {p.a:.3g} x {MILLION:,} + {p.b:.3g} x {MILLION:,}^2"

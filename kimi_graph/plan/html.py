@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .estimate import Decode
 from .ledger import StageLedger
 from .report import (
     commands,
@@ -28,6 +29,7 @@ h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 
 table { border-collapse: collapse; margin: .6em 0 } tr:nth-child(even) { background: #f6f6f6 }
 div { overflow-x: auto } td:not(:last-child), th { white-space: nowrap }
 td, th { padding: .15em .8em; text-align: left; vertical-align: top }
+.words td:last-child { min-width: 22em }
 th { border-bottom: 1px solid #999 }
 code { background: #f3f3f3; padding: 0 .2em }
 svg { max-width: 100%; height: auto } svg text { font: 12px system-ui, sans-serif; fill: #333 } .note { color: #666 }
@@ -47,7 +49,7 @@ def write_html(plan: Plan, where: Path) -> None:
 def page(plan: Plan) -> str:
     """The whole document."""
     o, ask = plan.best, plan.ask
-    title = f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}"
+    title = f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name}"
     intro = (
         f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); experts "
         f"as {form(o)}. Best mesh for both phases: <b>{_text(o.choice)}</b>, {gib(o.room)} of a die free."
@@ -74,9 +76,10 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _table(rows: Sequence[Sequence[object]]) -> str:
+def _table(rows: Sequence[Sequence[object]], kind: str = "numbers") -> str:
+    """A table. `kind`: "words" where the last column is a sentence."""
     head, *rest = ["".join(f"<{tag}>{_text(x)}</{tag}>" for x in row) for tag, row in _tagged(rows)]
-    return "<div><table><tr>" + "</tr><tr>".join([head, *rest]) + "</tr></table></div>"
+    return f"<div class={kind}><table><tr>" + "</tr><tr>".join([head, *rest]) + "</tr></table></div>"
 
 
 def _tagged(rows: Sequence[Sequence[object]]) -> Iterable[tuple[str, Sequence[object]]]:
@@ -96,13 +99,13 @@ def _formats(plan: Plan) -> str:
     for f in formats(plan):
         taken = "" if f["taken"] else "no: "
         rows.append((f["what"], f["format"], f"{f['bytes']:,}", f["values"], taken + f["kernel"]))
-    return _table(rows)
+    return _table(rows, "words")
 
 
 def _ledger(s: StageLedger) -> str:
     rows: list[Sequence[object]] = [("line", "kind", "bytes", "derivation")]
     rows += [(line.name, line.kind, f"{line.bytes:,}", line.derivation) for line in s.lines]
-    return _table(rows)
+    return _table(rows, "words")
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ def memory_picture(o: Option) -> str:
     sizes = {n: max(_parts(s).get(n, 0) for s in o.ledger.stages) for n in names}
     shown = sorted(names, key=lambda n: -sizes[n])[:9]
     scale = width / max(die, o.ledger.fullest.total)
-    parts, y = [], 10.0
+    parts, y, edge = [], 10.0, left + die * scale
     for s in o.ledger.stages:
         x, own = float(left), _parts(s)
         parts.append(_label(left - 8, y + 14, f"stage {s.stage}", "end"))
@@ -137,9 +140,8 @@ def memory_picture(o: Option) -> str:
             colour = COLOURS[shown.index(name)] if name in shown else COLOURS[9]
             parts.append(_box(x, y, size * scale, 18, colour, f"{name}: {gib(size)}"))
             x += size * scale
-        parts.append(_label(x + 6, y + 14, gib(s.total)))
+        parts.append(_label(max(x, edge) + 6, y + 14, gib(s.total)))  # beside the line, not under it
         y += 24
-    edge = left + die * scale
     parts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="4" y2="{y:.1f}" stroke="#b00" stroke-dasharray="4 3"/>')
     parts.append(_label(edge, y + 14, f"a die has {gib(die)}", "end"))
     y += 24
@@ -234,7 +236,14 @@ def tpot_picture(plan: Plan) -> str:
         curves([(f"{plan.base.max_len:,} tokens", [(float(x), y) for x, y in batches])], "sequences", "ms"),
         curves([(sequences(plan.base.rows), [(float(x), y) for x, y in contexts])], "tokens of each", "ms"),
     ]
-    return "".join(pictures)
+    return "".join(pictures) + _without_room(o, points)
+
+
+def _without_room(o: Option, points: Iterable[Decode]) -> str:
+    """Which points are drawn though a rank has no room for their states."""
+    found = [(x, o.lacks(x.rows, x.context)) for x in points]
+    words = [f"{sequences(x.rows)} of {x.context:,} tokens ({gib(size)} too many)" for x, size in found if size]
+    return f"<p class=note>No room of a rank for {_text('; '.join(words))}.</p>" if words else ""
 
 
 def roofline_picture(o: Option) -> str:

@@ -435,6 +435,13 @@ class _States:
         return f"{tokens} = {count} layers x {width // self.b.page} x {dtype.itemsize} B"
 
 
+def stage_states(request: Request, b: Bucket) -> list[int]:
+    """Bytes of the states of a rank of each stage, with the slots and pages of a bucket."""
+    layout = request.placed
+    states = _States(request, layout.rules("decode"), b)
+    return [sum(line.bytes for line in states.lines(s.layers)) for s in layout.stages(b)]
+
+
 # ---- numbers that a deployment is asked for --------------------------------------------------------------------------
 
 
@@ -475,7 +482,9 @@ def _asides(request: Request, b: Bucket) -> Iterator[Line]:
         return Line(name=name, kind="aside", part=part, dtype=dtype, bytes=size, derivation=words)
 
     if size := state_bytes(c):
-        words = f"{size:,} B a sequence, all heads, on all stages; float32"
+        kinds = Counter((m.heads, m.value, m.key) for x in c.layers if isinstance(m := x.mixer, KdaConfig))
+        each = " + ".join(f"{count} layers x {' x '.join(map(str, sizes))} x 4 B" for sizes, count in kinds.items())
+        words = f"{each}, all heads, on all stages; float32"
         yield aside("KDA state of a sequence", "KDA state", "float32", size, words)
     if size := sum(_row(x.mixer) for x in c.layers if isinstance(x.mixer, MlaConfig)):
         row, tokens = size * c.dtype.itemsize, b.sequence_pages * b.page

@@ -1,6 +1,7 @@
 """`kimi-graph targets`: what there is to run on, every number with its source."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ class Profiles:
     def text(self) -> str:
         if self.sources:
             return "\n\n".join("\n".join(_lines(t)) for t in self.targets)
-        return "\n".join(table([_HEAD, *map(_row, self.targets)]))
+        return "\n".join(
+            [*table([_HEAD, *map(_row, self.targets)]), "", *table([_JOINED, *map(_joined, self.targets)])]
+        )
 
     def to_json(self) -> Any:
         return [_json(t) for t in self.targets]
@@ -61,15 +64,21 @@ def groups(t: Target) -> str:
     return ", ".join([f"{link.dies:,} of a {link.name}" for link in t.links[:-1]] + [f"then the {t.links[-1].name}"])
 
 
-_HEAD = ("target", "product", "memory", "bandwidth", "bf16", "fp8", "int8", "fp4", "vector", "dies", "links, one way")
+_HEAD = ("target", "product", "memory", "bandwidth", "bf16", "fp8", "int8", "fp4", "vector")
+_JOINED = ("target", "dies that a link joins, and its rate one way")
 
 
 def _row(t: Target) -> tuple[str, ...]:
     cube = t.die.cube
     rates = (cube[d].text.removesuffix("FLOP/s") if d in cube else "-" for d in ("bf16", "fp8", "int8", "fp4"))
-    links = ", ".join(f"{link.name} {link.bandwidth.text}" for link in t.links)
     memory, moved = t.die.memory.text, t.die.bandwidth.text
-    return t.name, t.product, memory, moved, *rates, t.die.vector.text.removesuffix("op/s"), groups(t), links
+    return t.name, t.product, memory, moved, *rates, t.die.vector.text.removesuffix("op/s")
+
+
+def _joined(t: Target) -> tuple[str, ...]:
+    """`2 of a package 270 GB/s, 16 of a host 196 GB/s, then the network 25 GB/s`."""
+    levels = zip(groups(t).split(", "), t.links, strict=True)
+    return t.name, "; ".join(f"{level} {link.bandwidth.text}" for level, link in levels)
 
 
 def _lines(t: Target) -> list[str]:
@@ -87,7 +96,23 @@ def _json(t: Target) -> dict[str, Any]:
     return {"name": t.name, "product": t.product, "soc_version": t.soc_version, "dies": domains, "numbers": found}
 
 
+WIDTH = 100  # of a line of words; columns of numbers may be wider, and a command is never broken
+
+
+def wrapped(words: str, indent: int = 10) -> list[str]:
+    """Lines of a sentence, all but the first indented."""
+    return textwrap.wrap(words, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
+
+
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, all to the left; the first row is the head."""
+    """Columns, all to the left; the first row is the head. Words of the last one are broken to `WIDTH`."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [line for row in rows for line in _table_row(row, widths)]
+
+
+def _table_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    head = "".join(cell.ljust(w + 2) for cell, w in zip(row[:-1], widths[:-1], strict=True))
+    room = max(30, WIDTH - 2 - len(head))  # tables may be indented by two
+    first, *rest = textwrap.wrap(row[-1], room, break_on_hyphens=False, break_long_words=False) or [""]
+    yield (head + first).rstrip()
+    yield from (" " * len(head) + line for line in rest)

@@ -14,8 +14,8 @@ from .estimate import Decode, Prefill, Step, decode
 from .factors import PUBLISHED, Factors
 from .ledger import buckets_of
 from .network import crossing, hops
-from .profiles import table
-from .search import Option, Plan, dies, formats, gib
+from .profiles import table, wrapped
+from .search import Option, Plan, dies, formats, gib, several
 from .sieve import KINDS, whole_up
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
@@ -26,22 +26,25 @@ MORE_BATCH = (1, 8, 32, 128)
 def plan_text(plan: Plan) -> str:
     o, ask = plan.best, plan.ask
     lines = [
-        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name} ({ask.target.product}, "
+        f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name} ({ask.target.product}, "
         f"{gib(ask.target.memory_bytes)} each)",
-        f"{sequences(plan.base.rows)} of at most {plan.base.max_len:,} tokens ({pages_text(plan)}); "
-        f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
+        *wrapped(
+            f"{sequences(plan.base.rows)} of at most {several(plan.base.max_len, 'token')} ({pages_text(plan)}); "
+            f"experts as {form(o)}, caches as {plan.base.kv_dtype}",
+            2,
+        ),
         "",
-        *(line for line in [*count_lines(plan), ""] if count_lines(plan)),
+        *(line for words in count_lines(plan) for line in wrapped(words, 2)),
+        *[""] * bool(count_lines(plan)),
         _legal(plan),
         *table([_HEAD, *(_row(x) for x in plan.options)]),
-        *_others(plan),
-        *tried_lines(plan),
+        *(line for words in (*_others(plan), *tried_lines(plan)) for line in wrapped(words, 2)),
         "",
         *_apart(plan),
-        *link_lines(plan),
+        *(line for words in link_lines(plan) for line in wrapped(words)),
         "",
         *_ledger(o),
-        *([f"heads     {padded}"] if (padded := padded_queries(plan)) else []),
+        *(wrapped(f"heads     {padded}") if (padded := padded_queries(plan)) else []),
         "",
         *_prefill(plan, o.prefill),
         "",
@@ -49,9 +52,9 @@ def plan_text(plan: Plan) -> str:
         "",
         *_formats(plan),
         "",
-        "published, beside what is estimated here; speculative decoding and forced balance in most: no plain decode",
-        *("  " + line for line in table([*PUBLISHED])),
-        f"factors   {_factors(plan)}",
+        "published, beside what is estimated; most with speculative decoding and forced balance",
+        *("  " + line for line in table([(what, f"{figure} ({where})") for what, figure, where in PUBLISHED])),
+        *wrapped(f"factors   {_factors(plan)}"),
         "",
         *(f"compile   {line}" for line in commands(plan)),
     ]
@@ -61,7 +64,8 @@ def plan_text(plan: Plan) -> str:
 def _legal(plan: Plan) -> str:
     if plan.ask.mesh is not None:
         return "the mesh that was asked for:"
-    return f"meshes: {plan.legal:,} choices are legal, {plan.fitting:,} should fit; traced, best for both phases first:"
+    legal = "1 choice is" if plan.legal == 1 else f"{plan.legal:,} choices are"
+    return f"meshes: {legal} legal, {plan.fitting:,} should fit; traced, best for both phases first:"
 
 
 def count_lines(plan: Plan) -> list[str]:
@@ -119,8 +123,7 @@ _HEAD = (
     "free",
     "TTFT",
     "bound by",
-    "TPOT",
-    "even/median/p90 routing",
+    "TPOT, even/median/p90 routing",
     "bound by",
     "tokens/s a die",
 )
@@ -131,7 +134,8 @@ def _row(o: Option) -> tuple[str, ...]:
     spread = "/".join(f"{1e3 * s.seconds:.1f}" for s in (d.even, d.median, d.high))
     return (
         str(o.choice), gib(o.ledger.fullest.total), gib(o.room), duration(o.ttft), o.prefill.bound,
-        duration(o.tpot), f"{spread} ms", d.median.spent.bound, f"{d.tokens_per_second(_world(o)):.1f}",
+        f"{spread} ms", d.median.spent.bound,
+        f"{d.tokens_per_second(_world(o)):.1f}{', no room' * (o.lacks_in_flight > 0)}",
     )  # fmt: skip
 
 
@@ -147,7 +151,7 @@ def form(o: Option) -> str:
 
 def sequences(count: int) -> str:
     """`1 sequence`, `32 sequences`."""
-    return f"{count:,} sequence" + "s" * (count != 1)
+    return several(count, "sequence")
 
 
 def duration(seconds: float) -> str:
@@ -189,8 +193,9 @@ def link_lines(plan: Plan) -> list[str]:
         sent = rows * (1 if c.moe is None or name != "expert_dispatch" else c.moe.top_k)
         issued = Issued(name, axes, (sent, c.embed), c.dtype)
         cross, levels = crossing(issued, stage, links, f), [hop.link.name for hop in hops(stage, axes, links)]
-        took = f"{name} of {sent:,} rows {1e6 * cross.seconds:,.1f} us ({cross.algorithm}), most of it on {cross.link}"
-        found.append(f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}: {took}{_inside(o, issued, f)}")
+        took = f"{name} of {several(sent, 'row')} {1e6 * cross.seconds:,.1f} us ({cross.algorithm})"
+        where = f"{direction} {stage.size(axes):,} goes over {', '.join(levels)}"
+        found.append(f"{where}: {took}, most of it on {cross.link}{_inside(o, issued, f)}")
     return [f"links     {line}" for line in found]
 
 
@@ -210,7 +215,7 @@ def _ledger(o: Option) -> Iterator[str]:
     rows = [("ledger", "part", "dtype", *(f"stage {s.stage}" for s in o.ledger.stages[:8]))]
     keys = list(dict.fromkeys(key for s in o.ledger.stages for key in s.by_part()))
     for key in sorted(keys, key=lambda k: ("weights", "states", "buffers").index(k[0])):
-        rows.append((*key, *(gib(s.by_part().get(key, 0)) for s in o.ledger.stages[:8])))
+        rows.append((*key, *(_small(s.by_part().get(key, 0)) for s in o.ledger.stages[:8])))
     rows.append(("all", "", "", *(gib(s.total) for s in o.ledger.stages[:8])))
     yield from table(rows)
     if len(o.ledger.stages) > 8:
@@ -218,7 +223,12 @@ def _ledger(o: Option) -> Iterator[str]:
     else:
         yield "--json has the derivation of every line; phases share weights and states, bound at load"
     for line in o.ledger.asides:
-        yield f"beside: {line.name}: {line.bytes:,} B = {line.derivation}"
+        yield from wrapped(f"beside: {line.name}: {line.bytes:,} B = {line.derivation}", 8)
+
+
+def _small(size: int) -> str:
+    """As `gib`, but nothing is a dash and little is not rounded to nothing."""
+    return "-" if size == 0 else gib(size) if size >= 10 * 2**20 else f"{size / 2**20:.2f} MiB"
 
 
 def lengths(plan: Plan) -> list[int]:
@@ -229,11 +239,11 @@ def lengths(plan: Plan) -> list[int]:
 
 def _prefill(plan: Plan, p: Prefill) -> Iterator[str]:
     equal = "never" if p.equal == float("inf") else f"{p.equal:,.0f} tokens"
-    yield (
+    yield from wrapped(
         f"prefill   {p.fill:.4g} s + a T + b T^2, a = {p.a:.4g} s, b = {p.b:.4g} s, equal at {equal}; "
         f"{sequences(p.rows)} in steps of {p.chunk:,} tokens; at {plan.base.max_len:,}: {p.bound}"
     )
-    yield from ("  " + x for x in table([("tokens", "TTFT", "tokens/s"), *_prefill_rows(plan, p)]))
+    yield from ("  " + x for x in table([("tokens", "TTFT", "tokens/s", ""), *_prefill_rows(plan, p)]))
     if p.image:
         rows = [("pictures", "tower first", "tower working ahead")]
         rows += [(str(n), *map(duration, p.with_images(plan.base.max_len // 4, n))) for n in IMAGES]
@@ -245,17 +255,22 @@ def _prefill(plan: Plan, p: Prefill) -> Iterator[str]:
 
 def _prefill_rows(plan: Plan, p: Prefill) -> Iterator[tuple[str, ...]]:
     for n in lengths(plan):
-        yield f"{n:,}", duration(p.seconds(n)), f"{p.rows * n / p.seconds(n):,.0f}"
+        lacks = lacking(plan.best.lacks(p.rows, n))
+        yield f"{n:,}", duration(p.seconds(n)), f"{p.rows * n / p.seconds(n):,.0f}", lacks
+
+
+def lacking(size: int) -> str:
+    """What is said beside times of states for which a rank has no room; "" where there is room."""
+    return f"no room: {gib(size)} too many" if size else ""
 
 
 def _decode(plan: Plan, o: Option) -> Iterator[str]:
     d = o.decode
-    yield (
+    yield from wrapped(
         f"decode    {duration(d.seconds)} a token of {sequences(d.rows)} with {d.context:,} tokens; "
-        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight{_card(plan, o, d)}"
-        + (f", stages idle {d.idle:.0%}; {len(d.median.stages)} batches fill them" if len(d.median.stages) > 1 else "")
+        f"{d.rows / d.seconds:,.0f} tokens/s with one batch in flight{_card(plan, o, d)}{_in_flight(o)}"
     )
-    rows = [("batch", "tokens of each", "a token", "bound by", "tokens/s a die")]
+    rows = [("batch", "tokens of each", "a token", "bound by", "tokens/s a die", "")]
     rows += [
         (
             f"{x.rows:,}",
@@ -263,11 +278,21 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
             duration(x.seconds),
             x.median.spent.bound,
             f"{x.tokens_per_second(_world(o)):.1f}",
+            lacking(o.lacks(x.rows, x.context)),
         )
         for x in decode_points(plan, o)
     ]
     yield from ("  " + x for x in table(rows))
     yield from _kinds("decode", d.median)
+
+
+def _in_flight(o: Option) -> str:
+    """How many batches keep all stages busy, and whether there is room for their states."""
+    d, count = o.decode, len(o.ledger.stages)
+    if count == 1:
+        return ""
+    lacks = lacking(o.lacks_in_flight)
+    return f"; stages idle {d.idle:.0%} with one: {count} batches fill them{lacks and f' ({lacks})'}"
 
 
 def _card(plan: Plan, o: Option, d: Decode) -> str:
@@ -378,7 +403,8 @@ def option_json(plan: Plan, o: Option) -> dict[str, Any]:
         },
         "decode": {
             "seconds": d.seconds, "even": d.even.seconds, "high": d.high.seconds, "rows": d.rows, "context": d.context,
-            "tokens_per_second_a_die": d.tokens_per_second(_world(o)), "step": step_json(d.median),
+            "tokens_per_second_a_die": d.tokens_per_second(_world(o)), "batches_in_flight": len(o.ledger.stages),
+            "bytes_lacking_for_them": o.lacks_in_flight, "step": step_json(d.median),
         },
     }  # fmt: skip
 

@@ -4,9 +4,11 @@ All legal meshes are sieved by bytes and by a bound of time (`sieve`); the few t
 ledger, and are estimated. What does not fit is refused with the reason and the nearest that does, without any time.
 """
 
+import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,12 +24,13 @@ from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 
 from .buffers import full_ledger
-from .estimate import Decode, Prefill, decode, prefill
+from .estimate import Decode, Prefill, bucket_at, decode, prefill
 from .factors import Factors
-from .ledger import Ledger, buckets_of
+from .ledger import Ledger, buckets_of, stage_states
 from .sieve import GIB, KINDS, LONG, Choice, Held, Sieve, counts_up_to, least, like, whole_up
 
 TRACED = 2  # of the meshes that promise most
+SPARE = 4  # that are tried beside where some of these do not fit
 MOST = 8192  # devices that are tried, of targets whose fast domain is smaller
 
 
@@ -100,6 +103,17 @@ class Option:
     @property
     def tpot(self) -> float:
         return self.decode.seconds
+
+    def lacks(self, rows: int, context: int) -> int:
+        """Bytes that the fullest rank lacks for the states of so many sequences of so many tokens; 0: they fit."""
+        states = stage_states(self.request, bucket_at(self.request, "decode", rows=rows, tokens=1, context=context))
+        needs = (s.total - s.of("states") + own for s, own in zip(self.ledger.stages, states, strict=True))
+        return max(0, max(needs) - self.request.target.memory_bytes)
+
+    @property
+    def lacks_in_flight(self) -> int:
+        """The same with as many batches as keep all stages busy."""
+        return self.lacks(self.decode.rows * len(self.ledger.stages), self.decode.context)
 
 
 @functools.lru_cache(maxsize=4)
@@ -189,9 +203,22 @@ def _full(ask: Ask, choice: Choice, ledger: Ledger) -> str:
     )
 
 
-def dies(count: int) -> str:
-    """`1 die`, `32 dies`."""
-    return f"{count:,} die" + "s" * (count != 1)
+def several(count: int, noun: str) -> str:
+    """`1 die`, `32 dies`, `3 copies`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+def dies(count: int, t: Target) -> str:
+    """`1 die`, `96 dies (6 hosts)`, `2 dies (1 package)`: in what they are had, where that is a whole number."""
+    joined = {link.name: link.dies for link in t.links if link.name in ("package", "host")}
+    whole = [several(count // n, name) for name, n in reversed(joined.items()) if n and count % n == 0]
+    return several(count, "die") + (f" ({whole[0]})" if whole else "")
+
+
+def sequences(rows: int, length: int) -> str:
+    """`32 sequences of 4,096 tokens`."""
+    return f"{several(rows, 'sequence')} of {several(length, 'token')}"
 
 
 def gib(size: float) -> str:
@@ -232,7 +259,7 @@ class Plan:
     def summary(self) -> str:
         o = self.best
         return (
-            f"{self.ask.config.name} on {dies(self.devices)} of {self.ask.target.name}: {o.choice}, "
+            f"{self.ask.config.name} on {dies(self.devices, self.ask.target)} of {self.ask.target.name}: {o.choice}, "
             f"{gib(o.room)} of a die free"
         )
 
@@ -254,6 +281,8 @@ def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
         PlanError: nothing fits, or nothing is quick enough; with the nearest that is.
         ShardingError, CompileError, ConfigError: what cannot be at all.
     """
+    if ask.devices is not None and ask.devices > MOST:
+        raise ConfigError(f"--devices {ask.devices:,}: at most {MOST:,} are planned for; the nearest is {MOST:,}.")
     base = base_request(ask)
     sieve = Sieve(base, ask.factors, ask.chunk)
     if ask.mesh is not None:
@@ -291,7 +320,7 @@ def _instead(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """A mesh of as many dies that fits, or how many would do."""
     free = replace(ask, mesh=None, ttft=None, tpot=None, batch=base.rows)
     found = _with(free, base, sieve, devices, traced=1)
-    return _nearest(free, sieve, devices) if found is None else f"Of so many dies {found.best.choice} does"
+    return _nearest(free, sieve, devices) if found is None else f"Of so many dies {found.best.choice} does."
 
 
 def _fitting(sieve: Sieve, devices: int) -> tuple[list[Choice], list[Choice]]:
@@ -304,13 +333,9 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
     """The best of so many devices; None where nothing fits."""
     fitting, legal = _fitting(sieve, devices)
     held = [sieve.promise(choice) for choice in fitting]
-    options = []
-    for choice in promising(held, traced):
-        try:
-            option = evaluate(ask, sieve, choice)
-        except (PlanError, ShardingError):
-            continue  # it needs more room for activations, or a part has no form on it
-        options.append(option)
+    first = promising(held, traced)
+    spare = (choice for choice in promising(held, traced + SPARE) if choice not in first)
+    options = [*itertools.islice(_evaluated(ask, sieve, itertools.chain(first, spare)), len(first))]
     if not options:
         return None
     options.sort(key=_both)
@@ -320,6 +345,13 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
         ask=ask, base=base, devices=devices, options=tuple(options), legal=len(legal), fitting=len(fitting),
         others=tuple(sorted(others, key=_bound)), tried=_tried(base, legal, held, options),
     )  # fmt: skip
+
+
+def _evaluated(ask: Ask, sieve: Sieve, choices: Iterable[Choice]) -> Iterator[Option]:
+    """Those that fit: others need more room for activations, or a part has no form on them."""
+    for choice in choices:
+        with contextlib.suppress(PlanError, ShardingError):
+            yield evaluate(ask, sieve, choice)
 
 
 def _both(o: Option) -> float:
@@ -406,7 +438,8 @@ def _fewest(ask: Ask, base: Request, sieve: Sieve) -> Plan:
     if found is None:
         raise PlanError(_nothing(ask, base, sieve, MOST))
     few = least(sieve)
-    fewer = last or (f"{few - 1:,}: weights and states shared out evenly would not fit" if few > 1 else "")
+    even = f"weights and states, shared out evenly, would not fit fewer than {few:,}"
+    fewer = last or (even if few > 1 else "")
     return _quick_enough(ask, replace(found, fewer=fewer, bare=_one_by_one(ask, base, sieve, found.devices)))
 
 
@@ -421,14 +454,18 @@ def _one_by_one(ask: Ask, base: Request, sieve: Sieve, devices: int) -> int:
 
 
 def _quicker(ask: Ask, base: Request, sieve: Sieve, found: Plan, last: str) -> Plan:
-    devices, best = found.devices, found
+    """More devices until times are kept: one after another within a host, beyond it half as many again each time."""
+    best, t = found, ask.target
+    host = next((link.dies for link in t.links if link.name == "host"), 8)
+    before = devices = found.devices
     while devices < MOST:
-        devices = min(MOST, whole_up(ask.target, -(-devices * 3 // 2)))
+        before, devices = devices, whole_up(t, devices + 1 if devices < host else min(MOST, -(-devices * 3 // 2)))
         more = _with(ask, base, sieve, devices, traced=2)
         if more is None:
             continue
         if not _slow(ask, more):
-            return _quick_enough(ask, replace(more, fewer=last))
+            between = "; what lies between was not tried" * (whole_up(t, before + 1) < devices)
+            return _quick_enough(ask, replace(more, fewer=last + between))
         best, last = min(best, more, key=lambda p: _misses(ask, p)), f"{devices:,}: {_slow(ask, more)}"
     raise PlanError(_too_slow(ask, best))
 
@@ -471,23 +508,53 @@ def _too_slow(ask: Ask, plan: Plan) -> str:
     if ask.tpot is not None:
         asked.append(f"--tpot {math.ceil(o.tpot * 1e3):g}")
     return (
-        f"{ask.config.name} on {dies(plan.devices)} of {ask.target.name}: {_slow(ask, plan)} with {plan.base.rows:,} "
-        f"sequences of {plan.base.max_len:,} tokens. Nearest that can be asked for: {' '.join(asked)} ({o.choice})."
+        f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name}: {_slow(ask, plan)} with "
+        f"{sequences(plan.base.rows, plan.base.max_len)}. Nearest that can be asked for: {' '.join(asked)} "
+        f"({o.choice})."
     )
 
 
 def _nothing(ask: Ask, base: Request, sieve: Sieve, devices: int) -> str:
     """Why so many devices do not do, and how many would."""
     c, t = ask.config, ask.target
+    if not (legal := _fitting(sieve, devices)[1]):
+        near = _neighbour(ask, sieve, devices)
+        return f"{c.name} cannot be on {dies(devices, t)}: no mesh on which all sizes divide. {near}"
     rows = _forms(c, t.soc)
     size = {row.name: row.bytes for row in rows}
     kept = size.get(base.weights_format, 0)
     released = f"{gib(size['native'])} of weights as released"
-    as_kept = "" if base.weights_format == "native" else f", {gib(kept)} as graphs keep them ({base.weights_format})"
-    there = gib(devices * t.memory_bytes)
-    head = f"{c.name} does not fit {dies(devices)} of {t.name}: it needs {released}{as_kept}, there are {there}"
-    near = _nearest(ask, sieve, devices)
-    return f"{head}. {near}"
+    as_kept = "" if kept == size["native"] else f", {gib(kept)} as graphs keep them ({base.weights_format})"
+    copies = f", {several(ask.redundant_experts, 'copy')} of experts in each layer" * (ask.redundant_experts > 0)
+    each = " (--batch: one for each die where none is given)" if ask.batch is None and devices > 1 else ""
+    states = sum(sieve.states_of(Choice(mesh=Mesh())))
+    lean = min(legal, key=sieve.held)
+    head = (
+        f"{c.name} does not fit {dies(devices, t)} of {t.name}: it needs {released}{as_kept}{copies}, {gib(states)} "
+        f"of states for {sequences(base.rows, base.max_len)}{each}; there are "
+        f"{gib(devices * t.memory_bytes)}. Of a die {lean} takes least: {gib(sieve.held(lean))} of weights and states, "
+        f"and activations beside; {gib(sieve.room)} are there for them"
+    )
+    return f"{head}. {_fewer_rows(ask, base, devices)}{_nearest(ask, sieve, devices)}"
+
+
+def _neighbour(ask: Ask, sieve: Sieve, devices: int) -> str:
+    """A number of dies a little below that some mesh has and that should fit; else the smallest that fits."""
+    near = next((n for n in range(devices - 1, max(0, devices - 65), -1) if _fitting(sieve, n)[0]), None)
+    return _nearest(ask, sieve, devices) if near is None else f"The nearest below that should fit is --devices {near}."
+
+
+def _fewer_rows(ask: Ask, base: Request, devices: int) -> str:
+    """How many sequences the same dies hold, by halves; "" where not even one."""
+    rows = base.rows
+    while rows > 1:
+        rows //= 2
+        fewer = like(base, rows=rows)
+        free = replace(ask, batch=rows, ttft=None, tpot=None)
+        found = _with(free, fewer, Sieve(fewer, ask.factors, ask.chunk), devices, traced=1)
+        if found is not None:
+            return f"As many dies hold {sequences(rows, base.max_len)}: --batch {rows}, {found.best.choice}. "
+    return ""
 
 
 def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
@@ -499,10 +566,10 @@ def _nearest(ask: Ask, sieve: Sieve, devices: int) -> str:
         fitting, _ = _fitting(sieve, count)
         found = _with(replace(ask, batch=base.rows), base, sieve, count, traced=1) if fitting else None
         if found is not None:
-            more = "" if count > devices else f" for {base.rows:,} sequences of {base.max_len:,} tokens"
             bare = _one_by_one(replace(ask, ttft=None, tpot=None, batch=base.rows), base, sieve, count)
-            where = f" ({bare:,} if dies could be had one by one)" if bare < count else ""
-            return f"The smallest fit is {count:,} devices{more}{where}: {found.best.choice}."
+            where = f", {bare:,} if dies could be had one by one" if bare < count else ""
+            some = f"{dies(count, ask.target)} for {sequences(base.rows, base.max_len)}"
+            return f"The smallest fit is {some}{where}: {found.best.choice}."
     length = base.max_len // 2
     return f"Nothing up to {MOST:,} devices fits; ask for fewer sequences than {base.rows:,}, or --max-len {length:,}."
 

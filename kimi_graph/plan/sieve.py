@@ -206,19 +206,30 @@ class Sieve:
         return self.held(choice) + self._working(choice) <= self.room
 
     def _working(self, choice: Choice) -> float:
-        """About what a prefill step takes: rows of experts, running sum and closed blocks, buffers of HCCL."""
+        """About what a prefill step takes: rows of experts or what attention reads, running sum and closed blocks,
+        buffers of HCCL."""
         c, mesh, moe = self.c, choice.mesh, self.c.moe
         tokens = max(1, self.base.rows // mesh.data) * choice.chunk
         values = tokens * c.embed * 2 * (8 + (len(c.layers) // c.residual_block if c.residual_block else 0))
+        read = self._attended(mesh) * 4 / 3
         if moe is None:
-            return values
+            return values + read
         pairs = tokens * moe.top_k * max(1, mesh.experts // mesh.tensor)
         if choice.exchange:
             ways = max(1, mesh.experts)
             own = -(-tokens // (mesh.tensor * choice.chunks))
             pairs = own * ways * min(self._slots(choice) // ways, moe.top_k)
         wide = ((moe.latent or c.embed) + 2 * moe.ffn) * 2
-        return values + pairs * wide * 4 / 3 + 3 * self.f.group_mib * 2**20
+        return values + max(read, pairs * wide * 4 / 3) + 3 * self.f.group_mib * 2**20
+
+    def _attended(self, mesh: Mesh) -> int:
+        """Bytes of what attention to all tokens reads in a prefill: latents, keys and values of all a cache holds."""
+        mixers = [x.mixer for x in self.c.layers if isinstance(x.mixer, MlaConfig)]
+        if self.sparse or not mixers:
+            return 0
+        m, tokens = mixers[0], self.base.rows // mesh.data * self.pages * self.base.page
+        heads = -(-m.heads // mesh.tensor) * (m.key_nope + m.value)
+        return tokens * (heads + m.latent + m.key_rope) * self.c.dtype.itemsize
 
     def chunk(self, mesh: Mesh, rows: int | None = None, tokens: int = STEP_TOKENS) -> int:
         """Tokens of a prefill step: as many as make `tokens` on a rank, and divide over what shares out queries."""
@@ -255,7 +266,7 @@ class Sieve:
 
     def _cache(self, choice: Choice) -> int:
         """Bytes of the caches of a rank."""
-        held = self._states(choice)
+        held = self.states_of(choice)
         caches = [size if isinstance(x.mixer, MlaConfig) else 0 for x, size in zip(self.c.layers, held, strict=True)]
         return max(sum(caches[own.start : own.stop]) for own in _layers(self.c, choice.mesh.pipe))
 
@@ -278,7 +289,7 @@ class Sieve:
 
     def held(self, choice: Choice) -> int:
         """Bytes of weights and states of the fullest rank."""
-        own, states = self._weights(choice), self._states(choice)
+        own, states = self._weights(choice), self.states_of(choice)
         stages = _layers(self.c, choice.mesh.pipe)
         share = self._slots(choice) // choice.mesh.experts
         sizes = [
@@ -310,8 +321,8 @@ class Sieve:
             )
         return self.weights[key]
 
-    def _states(self, choice: Choice) -> list[int]:
-        """Bytes of each layer's states."""
+    def states_of(self, choice: Choice) -> list[int]:
+        """Bytes of each layer's states, on a rank."""
         mesh = choice.mesh
         rows, cached = self.base.rows // mesh.data, mesh.context * (mesh.tensor if choice.split_cache else 1)
         key = rows, mesh.tensor, mesh.context, cached
@@ -335,7 +346,7 @@ class Sieve:
         own, rows = self._weights(choice), self.base.rows // mesh.data
         experts = self._slots(choice) // mesh.experts * sum(own.expert)
         rest = sum(own.layers) + own.first + own.last_alone
-        states = sum(size * part for size, part in zip(self._states(choice), self.reads, strict=True))
+        states = sum(size * part for size, part in zip(self.states_of(choice), self.reads, strict=True))
         touched = 1.0
         if moe is not None:
             outside = mesh.data * mesh.tensor // mesh.experts
@@ -444,7 +455,7 @@ def least(sieve: Sieve) -> int:
     alone = Choice(mesh=Mesh())
     own = sieve._weights(alone)
     experts = getattr(sieve.c.moe, "slots", 0) * sum(own.expert)
-    everything = sum(own.layers) + experts + own.first + own.last_alone + sum(sieve._states(alone))
+    everything = sum(own.layers) + experts + own.first + own.last_alone + sum(sieve.states_of(alone))
     return max(1, math.ceil(everything / sieve.room))
 
 

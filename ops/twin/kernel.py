@@ -30,6 +30,7 @@ class Arch:
     ub: int
 
 
+MOST_DIMS = 8  # of a tensor
 LIBRARY_WORKSPACE = 1024  # bytes that the twin's framework keeps of a workspace, as in its headers
 
 ARCHES = {2201: Arch(48, 192 << 10), 3510: Arch(72, 248 << 10)}
@@ -150,12 +151,12 @@ class _Given(ctypes.Structure):
         ("input", ctypes.c_int32),
         ("type", ctypes.c_int32),
         ("rank", ctypes.c_int32),
-        ("dims", ctypes.c_int64 * 8),
+        ("dims", ctypes.c_int64 * MOST_DIMS),
     )
 
 
 class _Made(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_int32), ("rank", ctypes.c_int32), ("dims", ctypes.c_int64 * 8))
+    _fields_ = (("type", ctypes.c_int32), ("rank", ctypes.c_int32), ("dims", ctypes.c_int64 * MOST_DIMS))
 
 
 class _Tiling(ctypes.Structure):
@@ -181,10 +182,10 @@ class Kernel:
         defines: macros, of sources that have forms to be compared.
     """
 
-    def __init__(self, name: str, cache: Path, defines: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, cache: str | Path, defines: Mapping[str, str] | None = None) -> None:
         if name not in kernels():
             raise KernelError(f"no kernel {name!r}; there are {', '.join(kernels())}")
-        self.name, self.cache, self.folder = name, cache, FOLDER / name
+        self.name, self.cache, self.folder = name, Path(cache), FOLDER / name
         self.defines = dict(defines or {})
         self._built: dict[Any, ctypes.CDLL] = {}
 
@@ -232,6 +233,10 @@ class Kernel:
         Raises:
             KernelError: op_host refuses the node, or the kernel does what the device would not.
         """
+        if arch not in ARCHES:
+            raise KernelError(f"{self.definition.type}: no arch {arch}; there are 2201 (A2, A3) and 3510 (950)")
+        if cores is not None and not 1 <= cores <= ARCHES[arch].cores:
+            raise KernelError(f"{self.definition.type}: {cores} vector cores; {arch} has 1 to {ARCHES[arch].cores}")
         listed = self._listed(inputs)
         numbers = self._numbers(attrs or {})
         given = self._given(listed)
@@ -260,13 +265,34 @@ class Kernel:
             if not tensors and parameter.kind != "optional":
                 raise KernelError(f"{self.definition.type}: input {parameter.name!r} is missing")
             for t in tensors:
-                kind = str(t.dtype).removeprefix("torch.")
-                if kind not in parameter.types:
-                    wanted = ", ".join(dict.fromkeys(parameter.types))
-                    raise KernelError(f"{self.definition.type}: {parameter.name} is {kind}; expected one of {wanted}")
-                assert t.is_contiguous() and t.device.type == "cpu", f"{parameter.name}: a contiguous CPU tensor"
+                self._check(parameter, t)
             listed[parameter.name] = tensors
+        self._check_combination(listed)
         return listed
+
+    def _check(self, parameter: Parameter, t: Any) -> None:
+        """Raises KernelError where a tensor can be no input of this name."""
+        where = f"{self.definition.type}: {parameter.name} is"
+        if not isinstance(t, Tensor) or t.device.type != "cpu":
+            found = f"on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            raise KernelError(f"{where} {found}; expected a CPU tensor")
+        if _name(t.dtype) not in parameter.types:
+            wanted = ", ".join(dict.fromkeys(parameter.types))
+            raise KernelError(f"{where} {_name(t.dtype)}; expected one of {wanted}")
+        if t.ndim > MOST_DIMS:
+            raise KernelError(f"{where} {list(t.shape)}; expected at most {MOST_DIMS} dimensions")
+        if not t.is_contiguous():
+            raise KernelError(f"{where} strided {list(t.stride())}; expected contiguous elements: call contiguous()")
+
+    def _check_combination(self, listed: Mapping[str, list[Tensor]]) -> None:
+        """Raises KernelError where no column of the definition has these dtypes: no kernel is built for them."""
+        declared = {p.name: p.types for p in self.definition.inputs if listed[p.name]}
+        given = {name: {_name(t.dtype) for t in listed[name]} for name in declared}
+        columns = list(zip(*declared.values(), strict=True))
+        if list(given.values()) not in [[{kind} for kind in column] for column in columns]:
+            said = ", ".join(f"{name} {' and '.join(sorted(kinds))}" for name, kinds in given.items())
+            wanted = "; ".join(dict.fromkeys(", ".join(column) for column in columns))
+            raise KernelError(f"{self.definition.type}: no combination has {said}; there are {wanted}")
 
     def _numbers(self, attrs: Mapping[str, float | int | bool]) -> list[float]:
         names = [a.name for a in self.definition.attrs]
@@ -282,7 +308,7 @@ class Kernel:
 
     def _given(self, listed: dict[str, list[Tensor]]) -> Any:
         rows = [
-            _Given(i, _CODES[t.dtype], t.ndim, (ctypes.c_int64 * 8)(*t.shape))
+            _Given(i, _CODES[t.dtype], t.ndim, (ctypes.c_int64 * MOST_DIMS)(*t.shape))
             for i, tensors in enumerate(listed.values())
             for t in tensors
         ]
@@ -349,6 +375,10 @@ class Kernel:
             defines = {"__NPU_ARCH__": str(arch), **types}
             self._built[key] = library(text, defines, include, [kernel, common], self.cache)
         return self._built[key]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shapes(inputs: Mapping[str, Any]) -> str:

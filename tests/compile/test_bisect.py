@@ -129,6 +129,7 @@ def test_the_line_it_names_makes_the_node(changed):
 
 def test_a_node_that_is_not_there_is_missing(changed):
     """The one norm that no sum is fused with."""
+
     def change(ops):
         norm = ops["layers.0.kda/RmsNorm"]
         for op in ops.values():

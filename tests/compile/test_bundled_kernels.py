@@ -79,7 +79,7 @@ def test_a_source_that_is_missing_or_added_is_named(copy, host):
     [
         (lambda m: m.update(kernels=None), "kernels is nothing; the graphs have"),
         (lambda m: m["kernels"]["operators"].remove("GatedRmsNorm"), "kernels has no operator GatedRmsNorm"),
-        (lambda m: m["kernels"]["files"].update({"kernels/../manifest.json": "0"}), "is no file of kernels/"),
+        (lambda m: m["kernels"]["files"].update({"kernels/../manifest.json": "0" * 64}), "is no file of kernels/"),
     ],
     ids=["nothing", "an operator less", "a file elsewhere"],
 )

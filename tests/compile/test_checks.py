@@ -861,7 +861,7 @@ def sparse(
         ("a3 9.1", {"attention_mode": 0}, "attention_mode is 0; expected 2"),
         ("a3 9.1", {"sparse_mode": 4}, "sparse_mode is 4; expected one of 0, 3"),
         ("a3 9.1", {"pre_tokens": 9}, "pre_tokens is 9; expected 9223372036854775807"),
-        ("950dt 9.1", {"sparse_block_size": 2}, "sparse_block_size is 2; expected one of 1"),
+        ("950dt 9.1", {"sparse_block_size": 2}, "sparse_block_size is 2; expected 1"),
         ("a3 9.1", {"page": 72}, "the page size is 72; expected a multiple of 16, at most 1,024"),
         ("a3 9.1", {"width": 64}, "the width of query and key is [64, 64]; expected [128, 128]"),
         ("a3 9.1", {"index_heads": 65}, "the number of index heads is 65; expected at most 64"),

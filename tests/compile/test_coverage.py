@@ -1,6 +1,7 @@
 """`kimi-graph ops`: who serves each kind of layer, with what evidence and within which limits; refusals by kind."""
 
 import functools
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,6 +212,22 @@ def test_a_provider_that_is_left_out_leaves_parts_that_nobody_serves(covered):
     assert "CANNOT BE SERVED" in found.text()
 
 
+def test_without_an_operator_the_next_that_can_serves_and_what_only_it_does_is_broken(host):
+    def asked(*avoid: str) -> Coverage:
+        profile = target("a3", avoid=avoid)
+        return cover(request_of(small_model("kimi-linear-48b"), target=profile, phases=("decode",)), host)
+
+    found = asked("ShortConv", "RecurrentGatedDeltaRule=own")
+    assert found.passed and "asked: builtin, own, composed, without ShortConv, Recurrent" in found.text()
+    assert row(found, "kda", "short convolution").provider == "composed"
+    assert "ShortConv is left out by --avoid" in row(found, "kda", "short convolution").reason
+    assert "KdaStep" in row(found, "kda", "recurrent KDA").operators
+    assert found.to_json()["target"]["avoid"] == ["ShortConv", "RecurrentGatedDeltaRule=own"]
+    left = asked("MoeGatingTopK")
+    assert not left.passed
+    assert row(left, "moe", "routing").broken == ("--avoid MoeGatingTopK: nobody else serves what it does",)
+
+
 def test_two_packages_are_a_conflict_that_names_both_and_what_to_do(covered):
     found = covered("kimi-k3", cann="9.1", providers=("builtin", "vllm-ascend", "own", "composed"))
     assert not found.passed and not found.unserved
@@ -264,6 +281,17 @@ def test_markdown_is_a_table_for_each_phase(covered):
     assert lines[0] == "# Operators of glm-5.2 for a3 with CANN 9.2" and "## decode" in lines
     table = [line for line in lines if line.startswith("|")]
     assert len(table) == len(found.served) + 2 and len({line.count("|") for line in table}) == 1
+    step = next(line for line in table if "| sparse attention |" in line)
+    assert row(found, "mla", "sparse attention").reason in step
+    assert lines[2].startswith("asked: builtin, own, composed; sequences ") and found.text().endswith("\n")
+
+
+def test_json_has_what_was_asked_and_what_the_text_says_of_it(covered):
+    found = covered("glm-5.2")
+    made = json.loads(json.dumps(found.to_json()))
+    r = found.request
+    assert made["sizes"] == {"sequences": r.rows, "chunk": r.chunk, "max_len": r.max_len, "page": r.page}
+    assert len(made["served"]) == len(found.served) and "avoid" not in made["target"]
 
 
 def test_json_has_every_operator_type_with_its_whole_registration(covered):

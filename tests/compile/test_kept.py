@@ -63,7 +63,7 @@ def test_a_second_compile_makes_nothing_needs_no_torchair_and_writes_the_same_by
 ):
     _, said = compile_kept(tmp_path / "first")
     assert said[0] == "miss: nothing is kept yet"
-    assert "prefill_b2_t16: traced (nothing is kept yet); decode_b2: traced (nothing is kept yet)" in said
+    assert "prefill_b2_t16, decode_b2: traced (nothing is kept yet)" in said
     no_work(monkeypatch)
     made, said = compile_kept(tmp_path / "second")
     assert said == [FOUND]
@@ -113,14 +113,14 @@ def test_a_miss_says_what_changed_and_what_of_it_was_found(compile_kept):
     compile_kept(None, mesh=Mesh.parse("pp=3,tp=2"))
     assert compile_kept(None, mesh=Mesh.parse("pp=2,tp=2"))[1] == [
         "miss: --mesh is pp=2,tp=2, was pp=3,tp=2",
-        "prefill_b2_t16: pieces found; decode_b2: pieces found",
+        "prefill_b2_t16, decode_b2: pieces found",
     ]
 
 
 def test_weights_are_not_kept_but_the_pieces_that_read_them_are(compile_kept, compile_small, cache, tmp_path):
     for _ in range(2):
         _, said = compile_kept(tmp_path / "kept", weights="constant")
-    assert said == ["prefill_b2_t16: pieces found; decode_b2: pieces found"]
+    assert said == ["prefill_b2_t16, decode_b2: pieces found"]
     compile_small(tmp_path / "new", weights="constant")
     assert content(tmp_path / "kept") == content(tmp_path / "new")
     assert not list(cache.glob("*/bundle/*"))

@@ -50,7 +50,10 @@ def test_the_manifest_says_whose_operators_were_asked_for_and_which_package_is_n
     assert used == ({"builtin", "vllm-ascend", "composed"} if theirs else {"builtin", "composed"})
 
 
-@pytest.mark.parametrize("key, value", [("packages", [{"provider": "own"}]), ("target", "vllm")])
+PACKAGE = {"provider": "own", "operators": ["SituMulQuant"], "must_not_replace": []}  # that no graph has
+
+
+@pytest.mark.parametrize("key, value", [("packages", [PACKAGE]), ("target", "vllm")])
 def test_a_manifest_that_names_another_package_or_provider_is_refused(other, tmp_path, key, value):
     opened = open_bundle(other)
     changed = json.loads((other / MANIFEST).read_text())

@@ -30,8 +30,13 @@ def test_a_bare_910b_is_no_variant_because_ge_takes_it_for_the_old_chip():
     "given, nearest", [("A3", "a3"), ("a-3", "a3"), ("950d", "950dt"), ("a3superpod", "a3-superpod")]
 )
 def test_an_unknown_target_is_refused_with_the_nearest(given, nearest):
-    with pytest.raises(CompileError, match=f"target {given!r} is not known; the nearest is {nearest!r}"):
+    with pytest.raises(CompileError, match=f"target {given!r} is not known; it may be {nearest}[, ]"):
         target(given)
+
+
+def test_a_target_like_no_chip_that_is_sold_is_refused_with_the_nearest_name():
+    with pytest.raises(CompileError, match="target 'q2' is not known; the nearest is 'a2'"):
+        target("q2")
 
 
 def test_an_unknown_cann_release_is_refused_with_the_nearest():

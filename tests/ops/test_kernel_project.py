@@ -53,12 +53,15 @@ def test_its_sources_compile_where_they_are(project):
     subprocess.run([*command, *defines, str(kernel)], check=True)
 
 
-def test_an_export_replaces_an_export_and_nothing_else(project):
+def test_an_export_replaces_an_export_and_nothing_else(project, tmp_path):
     with pytest.raises(KernelError, match="is an export already; replace it with --overwrite"):
         export_kernels(project)
     assert export_kernels(project, overwrite=True).operators == tuple(map(type_of, kernels()))
     shutil.rmtree(project / "op_host")
     (project / "CMakeLists.txt").write_text("project(other)\n")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelError, match="file: is a file; expected a folder"):
+        export_kernels(tmp_path / "file", overwrite=True)
     with pytest.raises(KernelError, match="holds something else; choose another folder"):
         export_kernels(project, overwrite=True)
 

@@ -57,6 +57,24 @@ def test_the_overview_names_all_and_one_target_tells_its_sources():
         profiles("a4")
 
 
+@pytest.mark.parametrize(
+    "sold, meant",
+    [
+        ("910B", "a2"),
+        ("Ascend 910C", "a3 or a3-superpod"),
+        ("Atlas 800 A3", "a3"),
+        ("950", "950pr or 950dt or 950-superpod"),
+    ],
+)
+def test_the_name_that_a_chip_is_sold_by_leads_to_its_targets(sold, meant):
+    with pytest.raises(CompileError, match=f"it may be {meant}, all are"):
+        target(sold)
+
+
+def test_the_overview_fits_100_columns():
+    assert max(map(len, profiles().text().splitlines())) <= 100
+
+
 def test_targets_are_shown_without_torch():
     show = "from kimi_graph.plan.profiles import profiles; profiles().text()"
     code = f"{show}\nimport sys\nassert 'torch' not in sys.modules"

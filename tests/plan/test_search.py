@@ -19,10 +19,11 @@ from kimi_graph.config import ModelConfig
 from kimi_graph.errors import CompileError, ConfigError, KimiGraphError, ShardingError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.parallel import Mesh
+from kimi_graph.plan.buffers import full_ledger
 from kimi_graph.plan.factors import Factors
 from kimi_graph.plan.html import page
 from kimi_graph.plan.ledger import make_ledger
-from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, make_plan
+from kimi_graph.plan.search import Ask, Plan, PlanError, base_request, dies, make_plan
 from kimi_graph.plan.sieve import LONG, Choice, Sieve, like, whole_up
 from kimi_graph.read_config import load_config
 from tests.compile.family import small_model
@@ -36,6 +37,11 @@ def ask(name: str = "kimi-k3", chip: str = "a3", **given) -> Ask:
 
 def small_ask(name: str, **given) -> Ask:
     return Ask(model=name, config=small_model(name), target=target("a3"), max_len=256, page=16, **given)
+
+
+def spoken(plan: Plan) -> str:
+    """The text of a plan with its lines joined."""
+    return " ".join(plan.text().split())
 
 
 @functools.cache
@@ -63,8 +69,8 @@ def test_the_text_tells_the_mesh_its_bounds_formats_and_the_command():
 @pytest.mark.parametrize("chip, more", [("a3", "33% more queries"), ("950dt", "")])
 def test_queries_that_an_operator_pads_are_said_with_their_share(chip, more):
     """Public case M7: where the operator takes powers of two 12 heads are 16; sparse attention on 950 takes 12."""
-    text = make_plan(ask("kimi-k3.1-pro", chip, mesh=Mesh.parse("pp=16,tp=8"))).text()
-    said = f"heads     attention of a rank: 12 heads padded to 16, a power of two, and stripped: {more}"
+    text = spoken(make_plan(ask("kimi-k3.1-pro", chip, mesh=Mesh.parse("pp=16,tp=8"))))
+    said = f"heads attention of a rank: 12 heads padded to 16, a power of two, and stripped: {more}"
     assert said in text if more else "more queries" not in text
 
 
@@ -85,6 +91,16 @@ def test_the_sieve_counts_what_the_ledger_counts():
     for choice in some.values():
         stages = make_ledger(sieve.request(choice)).stages
         assert sieve.held(choice) == max(s.of("weights") + s.of("states") for s in stages)
+
+
+@pytest.mark.parametrize("mesh", ["dp=8,tp=2", "tp=16"])
+def test_the_sieve_has_room_for_what_attention_to_all_tokens_reads(mesh):
+    """Keys and values of all that many caches hold outweigh rows of experts; a fifth is for what it leaves out."""
+    request = base_request(ask("kimi-linear-48b", batch=512, max_len=131_072))
+    sieve = Sieve(request, Factors())
+    choice = sieve.roomy(Choice(mesh=Mesh.parse(mesh), split_cache=True, chunk=128))
+    needs = full_ledger(sieve.request(choice), Factors()).fullest.of("buffers") - 2 * 2**30
+    assert 0.8 < sieve._working(choice) / needs < 1.1
 
 
 def test_the_report_is_one_file_that_loads_nothing():
@@ -108,7 +124,7 @@ def test_other_efficiencies_give_other_times():
 def test_the_fewest_devices_come_with_the_reason_why_fewer_do_not_do():
     plan = make_plan(ask("kimi-linear-48b", "a3", batch=1, max_len=8192))
     assert plan.devices == 2
-    assert "shared out evenly would not fit" in plan.fewer or "of a die at least" in plan.fewer
+    assert "shared out evenly, would not fit fewer" in plan.fewer or "of a die at least" in plan.fewer
 
 
 def test_planning_imports_neither_torchair_nor_what_torch_takes_long_to_import():
@@ -121,13 +137,38 @@ def test_planning_imports_neither_torchair_nor_what_torch_takes_long_to_import()
 
 
 def test_tensor_across_hosts_shows_what_its_sums_cost_beside_those_within_one():
-    text = make_plan(ask("kimi-linear-48b", mesh=Mesh(tensor=32), batch=8)).text()
-    (line,) = [line for line in text.splitlines() if line.startswith("links")]
+    text = spoken(make_plan(ask("kimi-linear-48b", mesh=Mesh(tensor=32), batch=8)))
     found = re.search(
-        r"tensor 32 goes over package, host, network: .* ([\d.]+) us .*on network; of 16 in one host ([\d.]+) us", line
+        r"tensor 32 goes over package, host, network: .* ([\d.]+) us .*on network; of 16 in one host ([\d.]+) us", text
     )
     assert found and float(found[1]) > float(found[2])
     assert re.search(r"[\d.]+ a die, [\d.]+ a card of 2 with all stages busy", text)
+
+
+def test_times_of_what_a_rank_has_no_room_for_say_so():
+    plan = make_plan(ask("kimi-linear-48b", mesh=Mesh.parse("pp=2,tp=2"), batch=32))
+    o, rows = plan.best, plan.base.rows
+    assert o.lacks(rows, plan.base.max_len) == 0  # it was planned for
+    one, more = (make_ledger(like(o.request, rows=n, max_len=1_048_576)) for n in (rows, 3 * rows))
+    for ledger, lacks in ((one, o.lacks(rows, 1_048_576)), (more, o.lacks(3 * rows, 1_048_576))):
+        full = max(
+            s.total - s.of("states") + x.of("states") for s, x in zip(o.ledger.stages, ledger.stages, strict=True)
+        )
+        assert lacks == full - o.request.target.memory_bytes > 0
+    text = plan.text()
+    assert re.search(r"\n  32 +1,048,576 .*no room: [\d.]+ GiB too many", text)
+    assert not re.search(r"\n  32 +4,096 .*no room", text)
+
+
+def test_a_plan_has_sentences_within_100_columns_and_commands_in_one_line():
+    for line in on_950().text().splitlines():
+        assert len(line) <= 100 or line.startswith(("compile", "mesh ")) or " GiB  " in line, line
+
+
+def test_dies_are_told_in_the_machines_that_they_are_had_in():
+    a3, dt, superpod = (target(name) for name in ("a3", "950dt", "950-superpod"))
+    assert [dies(n, a3) for n in (1, 2, 32)] == ["1 die", "2 dies (1 package)", "32 dies (2 hosts)"]
+    assert [dies(12, dt), dies(64, superpod)] == ["12 dies", "64 dies"]
 
 
 def test_the_fewest_dies_are_whole_packages_and_whole_hosts():
@@ -140,12 +181,12 @@ def test_the_fewest_dies_are_whole_packages_and_whole_hosts():
 def test_dies_that_could_only_be_had_one_by_one_are_told_apart():
     plan = make_plan(ask("kimi-k3.1-pro", "a3", max_len=1_000_000, batch=1))
     assert plan.devices % 16 == 0 and plan.bare < plan.devices
-    text = plan.text()
+    text = spoken(plan)
     assert f"{plan.bare} would do if dies could be had one by one; a3 is had in whole ones: package 2, host 16" in text
 
 
 def test_so_many_dies_as_are_no_whole_hosts_are_evaluated_and_that_is_said():
-    text = make_plan(ask("kimi-linear-48b", "a3", devices=20, batch=20)).text()
+    text = spoken(make_plan(ask("kimi-linear-48b", "a3", devices=20, batch=20)))
     assert "20 dies are not had alone" in text and "the next whole number is 32" in text
 
 
@@ -182,8 +223,29 @@ def refusal(wanted: Ask) -> str:
 def test_k3_on_8_devices_of_64_gb_is_refused_with_its_bytes_and_the_smallest_fit():
     words = refusal(ask(devices=8))
     assert "needs 1,453.66 GiB of weights as released" in words and "there are 512.00 GiB" in words
-    assert re.search(r"The smallest fit is \d+ devices", words)
+    assert re.search(r"The smallest fit is \d+ dies", words)
     assert not TIMES.search(words)
+
+
+def test_what_states_alone_make_too_large_is_refused_with_their_bytes_and_as_many_sequences_as_fit():
+    words = refusal(ask("kimi-linear-48b", devices=4, batch=512, max_len=131_072))
+    # 7 layers of 576 numbers of 2 bytes a token; 20 of 32 heads x 128 x 128 in float32 with windows of 3 x 12,288
+    states = 512 * (131_072 * 7 * 576 * 2 + 20 * (32 * 128 * 128 * 4 + 3 * 12_288 * 2))
+    found = re.search(r"([\d.,]+) GiB of states for 512 sequences of 131,072 tokens", words)
+    assert found and float(found[1].replace(",", "")) == pytest.approx(states / 2**30, rel=1e-3)
+    rows = re.search(r"As many dies hold \d+ sequences of 131,072 tokens: --batch (\d+), ", words)
+    assert rows and make_plan(ask("kimi-linear-48b", devices=4, batch=int(rows[1]), max_len=131_072)).best.room > 0
+
+
+@pytest.mark.parametrize(
+    "devices, words",
+    [
+        (29, r"kimi-linear-48b cannot be on 29 dies: no mesh on which all sizes divide. .*--devices (28|27|26)\."),
+        (8193, r"--devices 8,193: at most 8,192 are planned for"),
+    ],
+)
+def test_numbers_of_dies_without_a_mesh_are_refused_with_the_nearest(devices, words):
+    assert re.search(words, refusal(ask("kimi-linear-48b", devices=devices, batch=1)))
 
 
 def test_tp64_is_refused_with_the_legal_degrees():
@@ -217,10 +279,10 @@ def test_batch_32_and_page_128_pass():
 
 def test_a_length_is_rounded_to_whole_pages_and_one_over_the_limit_refused():
     whole = ask("kimi-linear-48b", mesh=Mesh(tensor=8), batch=1, max_len=1_000_000)
-    assert "(1,000,064 in pages of 128)" in make_plan(whole).text()
-    assert "(1,000,320 in pages of 384)" in make_plan(dataclasses.replace(whole, page=384)).text()
+    assert "(1,000,064 in pages of 128)" in spoken(make_plan(whole))
+    assert "(1,000,320 in pages of 384)" in spoken(make_plan(dataclasses.replace(whole, page=384)))
     shared = make_plan(dataclasses.replace(whole, split_cache=True))
-    assert "(1,000,064 in pages of 128, 1,000,448 on the 8 ranks that share a sequence)" in shared.text()
+    assert "(1,000,064 in pages of 128, 1,000,448 on the 8 ranks that share a sequence)" in spoken(shared)
     assert "found 1,048,577, expected 1 to 1,048,576" in refusal(ask(devices=128, max_len=1_048_577))
 
 
@@ -237,6 +299,12 @@ def test_more_devices_are_taken_until_times_are_kept_and_the_best_keeps_them():
     plan = make_plan(ask("kimi-linear-48b", batch=8, tpot=6e-3))
     assert plan.devices > 2 and plan.best.tpot <= 6e-3
     assert plan.fewer.endswith("no mesh keeps --tpot 6")
+
+
+def test_within_a_host_no_smaller_number_of_dies_keeps_the_times():
+    plan = make_plan(ask("kimi-linear-48b", "a2", batch=1, tpot=5e-3))
+    assert plan.fewer == f"{plan.devices - 1}: no mesh keeps --tpot 5"
+    refusal(ask("kimi-linear-48b", "a2", batch=1, tpot=5e-3, devices=plan.devices - 1))
 
 
 def test_experts_of_one_exchange_stay_within_what_the_pair_takes():
