@@ -60,7 +60,7 @@ from .stamp import Assembly, Piece, alias_states, make_piece
 from .targets import Target
 from .torchair_host import Host, Late, default_cache
 from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
-from .wrap import wrapped
+from .wrap import wrapped, wrapped_items
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -505,7 +505,7 @@ class Compiled:
 
     def text(self) -> str:
         m, s = self.manifest, self.manifest["state"]
-        steps = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.clock.seconds.items())
+        steps = [f"{name} {seconds:.1f} s" for name, seconds in self.clock.seconds.items()]
         sizes = {True: "{tokens} patches", False: "{rows} x {tokens} tokens"}
         shapes = [
             f"{g['name']}: {sizes[g['phase'] == 'vision'].format(**g)}, {g['bytes'] / 1e6:.1f} MB" for g in m["graphs"]
@@ -521,7 +521,7 @@ class Compiled:
                 f"experts   {self.experts}",
                 f"memory    {_memory(m)}",
                 *(line for i, words in enumerate(self.kept) for line in wrapped(f"{'' if i else 'cache':<10}", words)),
-                *wrapped("time      ", steps),
+                *wrapped_items("time      ", steps),
             ]
         )
 
