@@ -125,7 +125,7 @@ class Layers(torch.nn.Module):
 
     def __init__(self, functions: Sequence[fx.GraphModule], steps: Sequence[Any], results: Sequence[str]) -> None:
         super().__init__()
-        self.functions = torch.nn.ModuleList(functions)
+        self.functions = torch.nn.ModuleList(fx.GraphModule(f, f.graph) for f in functions)  # with code, for Dynamo
         self.steps, self.results = steps, results  # steps: which function, values it reads, values it gives
 
     def forward(self, given: dict[str, Tensor]) -> list[Tensor]:

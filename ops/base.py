@@ -72,13 +72,14 @@ class Operator:
             result has is a partial sum. A list of tensors is one argument, and its group is that of each of them.
         whole: letters that may not be sharded. Slots `s` and pages `p` are an exception: they are split as the rows `b`
             that own them, and ids count within a device's part.
+        linear: it is linear in its first argument, so that a sum over devices that waits there waits in the result.
         lower: `lower(ge, *args)`: GE tensors in, GE tensors out; `ge` is the lowering room of the compiler.
     """
 
-    def __init__(self, reference: Callable[..., Any], sharding: str, whole: str) -> None:
+    def __init__(self, reference: Callable[..., Any], sharding: str, whole: str, linear: bool) -> None:
         self.name = reference.__name__
         self.reference = reference
-        self.sharding, self.whole = sharding, whole
+        self.sharding, self.whole, self.linear = sharding, whole, linear
         self.lower: Callable[..., Any] | None = None
         self.__doc__, self.__name__ = reference.__doc__, reference.__name__
         self._signature = inspect.signature(reference)
@@ -130,16 +131,17 @@ class Operator:
         return f"<operator kimi::{self.name}: {self.sharding}>"
 
 
-def operator(*, sharding: str, whole: str = "") -> Callable[[Callable[..., Any]], Operator]:
+def operator(*, sharding: str, whole: str = "", linear: bool = False) -> Callable[[Callable[..., Any]], Operator]:
     """Decorator: make a reference function an operator.
 
     Args:
         sharding: `"b h k, b h k -> b h"`, one group per tensor argument (a list of tensors has one), then per result.
         whole: letters that may not be sharded.
+        linear: whether it is linear in its first argument.
     """
 
     def register(reference: Callable[..., Any]) -> Operator:
-        made = Operator(reference, sharding, whole)
+        made = Operator(reference, sharding, whole, linear)
         OPERATORS[made.name] = made
         return made
 

@@ -109,7 +109,7 @@ GATED = (
 )
 
 
-@operator(sharding="... d, ... d -> ... d")
+@operator(sharding="... d, ... d -> ... d", linear=True)
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """`x` times the sigmoid of `gate`, in their dtype: `[..., D]`. The output gate of attention."""
     return x * torch.sigmoid(gate)

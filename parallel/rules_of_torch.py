@@ -50,9 +50,14 @@ def whole(x: Sharded, *dims: int) -> None:
             )
 
 
-@rule(OPERATOR)
+@rule(OPERATOR, linear=True)
 def _operator(f: Any, *args: Any) -> Any:
-    """An operator by its signature: letters are split alike, one that no result has leaves a pending sum."""
+    """An operator by its signature: letters are split alike, one that no result has leaves a pending sum.
+
+    So does the first argument of one that is linear in it, where its sum may wait.
+    """
+    waiting = args[0] if f.linear and args[0].waits else None
+    args = pytree.tree_map_only(Sharded, lambda v: v if v is waiting else v.reduced(), args)
     ins, outs = ([group.split() for group in side.split(",")] for side in f.sharding.split("->"))
     first = args[0][0] if isinstance(args[0], list) else args[0]
     dots = [str(i) for i in range(first.ndim - len(ins[0]) + 1)]
@@ -64,6 +69,7 @@ def _operator(f: Any, *args: Any) -> Any:
     _check_whole(f, axes)
     kept = {"b", *POOLS}.union(*outs)  # rows are never summed: they are in their pools, and pools in their rows
     partial = [axis for name in axes if name not in kept for axis in axes[name]]
+    partial += () if waiting is None else waiting.partial
     local: list[Any] = [v.local for v in values]
     for i, count in lists:
         local[i : i + count] = [local[i : i + count]]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of commands that tests start too: threads would only wait
 
 import hypothesis
 import pytest

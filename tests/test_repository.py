@@ -355,7 +355,7 @@ def test_the_readme_has_exactly_two_commands_for_a_fresh_machine():
     lines = [line for _, code in blocks("README.md") for line in code.splitlines() if line.startswith("pip install")]
     assert lines == [
         "pip install torch==2.13.0 -e . && kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b",
-        "pip install -e '.[test]' && pytest",
+        "pip install -e '.[test]' && pytest -n 2 --dist loadfile",
     ]
 
 

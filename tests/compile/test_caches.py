@@ -141,7 +141,7 @@ def test_the_manifest_says_the_dtype_and_what_rows_hold(family_bundle):
 
 
 @pytest.mark.parametrize(
-    "kv_dtype, message", [("fp8", r"state\.states\.0\.dtype"), ("int4", "one of bf16"), (None, "one of bf16")]
+    "kv_dtype, message", [("fp8", r"state\.states\.0\.dtype"), ("int4", 'one of "bf16"'), (None, 'one of "bf16"')]
 )
 def test_a_manifest_of_another_dtype_is_refused(family_bundle, tmp_path, kv_dtype, message):
     folder = Path(shutil.copytree(family_bundle("deepseek-v3.2", "a3", kv_dtype="int8"), tmp_path / "b"))

@@ -325,11 +325,8 @@ def test_a_manifest_that_says_otherwise_is_noticed(copy, path, value):
     change_manifest(copy, change)
     with pytest.raises(BundleError):
         verify_bundle(copy, steps=1)
-    try:
-        passed = lint_bundle(copy).passed
-    except BundleError:  # what the schema refuses is refused when the bundle is opened
-        passed = False
-    assert not passed
+    with contextlib.suppress(BundleError):  # what the schema does not know is not read at all
+        assert not lint_bundle(copy).passed
 
 
 @pytest.mark.parametrize(

@@ -178,10 +178,10 @@ DAMAGE = {
     "a target that is another's": (("target", "soc_version"), "Ascend310P", "target.soc_version"),
     "no target there is": (("target", "name"), "zz", "target: target 'zz' is not known"),
     "weights of one byte": (("memory", "weights"), 1, "memory.weights"),
-    "no place": (("graphs", 0, "file"), None, "not as compile writes them"),
-    "a number in place of weights": (("weights",), 7, "not as compile writes them"),
+    "no place": (("graphs", 0, "file"), None, "no entry 'graphs.0.file'; the file was changed or damaged"),
+    "a number in place of weights": (("weights",), 7, "weights is 7; expected an object"),
     "no images": (("graphs", 0, "images"), "none", "manifest.json"),
-    "no model": (("model", "fingerprint"), None, "not as compile writes them"),
+    "no model": (("model", "fingerprint"), None, "no entry 'model.fingerprint'; the file was changed or damaged"),
 }
 
 
@@ -508,7 +508,7 @@ def test_a_damaged_local_json_is_explained(copy):
 
 def test_a_checkpoint_of_another_model_is_refused(bundle, tmp_path):
     other = make_fixture(PRESET, tmp_path / "other", layers=2).folder
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(BundleError, match=r"made for another model than .*: there layers: there are 2, were 3"):
         verify_bundle(bundle, checkpoint=other)
 
 

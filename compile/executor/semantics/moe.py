@@ -119,7 +119,7 @@ def grouped_matmul(
     per_token_scale: Tensor | None,
 ) -> Tensor:
     op.must(group_type=0, split_item=2)
-    op.expect(transpose_x=False, act_type=0, tuning_config=([0], []))
+    op.expect(transpose_x=False, act_type=0, tuning_config=[0])
     transposed, list_type = op.attr("transpose_weight", False), op.attr("group_list_type", 0)
     op.require(
         len(x) == len(weight) == 1, f"one x and one stacked weight are supported, found {len(x)} and {len(weight)}"
