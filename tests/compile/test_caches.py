@@ -153,8 +153,8 @@ def test_a_manifest_of_another_dtype_is_refused(family_bundle, tmp_path, kv_dtyp
 
 
 def test_inspect_shows_the_dtype_the_operators_and_what_is_not_proved(family_bundle):
-    text = inspect_bundle(family_bundle("kimi-k3.1-pro", "a3", kv_dtype="int8")).text()
-    for line in (
+    text = " ".join(inspect_bundle(family_bundle("kimi-k3.1-pro", "a3", kv_dtype="int8")).text().split())
+    for line in (  # lines are wrapped
         "tokens a sequence; caches of sparse attention in int8",
         "mla: cache of latents: DynamicQuant, Bitcast, ConcatV2, ScatterNdUpdate (builtin; a scale for 128 latents, ",
         "mla: selection of keys: DynamicQuant, QuantLightningIndexer (builtin; CANN's operator; weights rounded to ",
