@@ -101,7 +101,12 @@ def _replace(work: Path, folder: Path) -> Path:
     try:
         work.rename(folder)
     except OSError:
-        old.rename(folder)
+        try:
+            old.rename(folder)
+        except OSError:
+            if not os.path.lexists(folder):
+                raise
+            _delete(old)  # another process has put its own there in between
         raise
     return old
 
