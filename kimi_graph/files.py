@@ -101,12 +101,7 @@ def _replace(work: Path, folder: Path) -> Path:
     try:
         work.rename(folder)
     except OSError:
-        try:
-            old.rename(folder)
-        except OSError:
-            if not os.path.lexists(folder):
-                raise
-            _delete(old)  # another process has put its own there in between
+        old.rename(folder)
         raise
     return old
 
