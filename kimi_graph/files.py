@@ -14,6 +14,8 @@ import os
 import secrets
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -40,11 +42,14 @@ def new_folder(folder: str | Path, may_replace: Callable[[], object] = lambda: N
     may_replace()
     with _named(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        with _turn(folder.parent):
+            _sweep(folder)
         work, lock = _held_folder(folder)
         try:
             yield work
-            _delete(_put(work, folder, may_replace))
+            with _turn(folder.parent):
+                left = _put(work, folder, may_replace)
+            _delete(left)
         finally:
             _delete(work)
             if lock is not None:
@@ -143,6 +148,26 @@ def _held_folder(folder: Path) -> tuple[Path, int | None]:
             return work, lock
         if lock is not None:  # another process took it for one that a killed process had left
             os.close(lock)
+
+
+_ONE = threading.RLock()  # of the threads of this process
+
+
+@contextlib.contextmanager
+def _turn(parent: Path) -> Iterator[None]:
+    """One writer at a time renames in a folder; nobody waits longer than a second for another process."""
+    with _ONE:
+        lock = _lock(parent)
+        for _ in range(100):
+            if lock is not None or sys.platform == "win32":
+                break
+            time.sleep(0.01)
+            lock = _lock(parent)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                os.close(lock)
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
