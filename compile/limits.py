@@ -148,10 +148,6 @@ def _ranks(use: Use, **ranks: int) -> list[Fault]:
     ]
 
 
-def _all_known(*shapes: Shape | None) -> bool:
-    return all(shape is not None for shape in shapes)
-
-
 # ---- basic operators -------------------------------------------------------------------------------------------------
 
 

@@ -14,8 +14,6 @@ import os
 import secrets
 import shutil
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -150,24 +148,18 @@ def _held_folder(folder: Path) -> tuple[Path, int | None]:
             os.close(lock)
 
 
-_ONE = threading.RLock()  # of the threads of this process
-
-
 @contextlib.contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """One writer at a time renames in a folder; nobody waits longer than a second for another process."""
-    with _ONE:
-        lock = _lock(parent)
-        for _ in range(100):
-            if lock is not None or sys.platform == "win32":
-                break
-            time.sleep(0.01)
-            lock = _lock(parent)
-        try:
-            yield
-        finally:
-            if lock is not None:
-                os.close(lock)
+    """One writer at a time renames in a folder: two renames would meet another's in between.
+
+    A folder that is itself being written has one writer, who holds it.
+    """
+    lock = None if fnmatch.fnmatchcase(parent.name, ".*.????????.part") else _lock(parent, wait=True)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:

@@ -120,6 +120,14 @@ def test_many_writers_at_once_leave_the_folder_of_one_of_them(tmp_path, way):
     assert names(tmp_path) == ["a"]
 
 
+def test_a_folder_inside_one_that_is_being_written_waits_for_nobody(tmp_path, way):
+    with new_folder(tmp_path / "a") as work:
+        write(work / "inner", "first")
+        write(work / "inner", "second")
+    assert texts(tmp_path / "a" / "inner") == {"second"}
+    assert names(tmp_path / "a") == ["inner"]
+
+
 def test_what_killed_processes_left_is_taken_away_and_what_others_write_is_not(tmp_path):
     ours = [".a.00000000.part", ".a.11111111.old"]
     others = [".a*.12345678.part", ".a.00000000.part.mine", ".ab.00000000.part"]
