@@ -17,13 +17,13 @@ from kimi_graph.compile.cut import computing, cut, parsed, probed, probes
 from kimi_graph.compile.deploy import LOADER, deploy_bundle
 from kimi_graph.compile.device import CpuDevice, Job
 from kimi_graph.compile.executor import Executor
-from kimi_graph.compile.faults import KINDS, Fault, FaultyDevice, draw
 from kimi_graph.compile.golden import INDEX, read_golden, write_golden
 from kimi_graph.compile.localise import difference, differs, first_difference, locate
 from kimi_graph.compile.npu_device import open_device
 from kimi_graph.errors import BundleError, DeployError, VerifyError
 from kimi_graph.ops.twin import compiler
 from kimi_graph.parallel import Mesh
+from tests.compile.faults import KINDS, Fault, FaultyDevice, draw
 
 MESH = "pp=2,tp=2"
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cut import computing, parsed
-from .device import CpuDevice, Groups, Job
-from .executor import Executor, Node, Ran
-from .executor.node import Op
-from .ge_proto import ModelDef
-from .localise import Finding, differs
-from .sides import Recorded
+from kimi_graph.compile.cut import computing, parsed
+from kimi_graph.compile.device import CpuDevice, Groups, Job
+from kimi_graph.compile.executor import Executor, Node, Ran
+from kimi_graph.compile.executor.node import Op
+from kimi_graph.compile.ge_proto import ModelDef
+from kimi_graph.compile.localise import Finding, differs
+from kimi_graph.compile.sides import Recorded
 
 KINDS = ("wrong dtype", "swapped shard", "wrong scale", "wrong group order", "stale state", "dropped node")
 ORDERED = ("HcomAllGather", "HcomReduceScatter")  # what they give depends on the order of ranks
