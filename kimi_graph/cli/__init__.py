@@ -15,31 +15,21 @@ import typer
 
 from kimi_graph import __version__
 
-from . import looking, making, planning, running  # noqa: F401 (each declares its commands)
+from . import planning, making, looking, running  # noqa: F401 isort: skip (in this order help lists their commands)
 from .frame import app
 
 OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
-  kimi-graph targets                                              what there is to run on, with sources
-  kimi-graph plan kimi-linear-48b --target a3                     does it fit, on how many dies, how fast
-  kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
-  kimi-graph ops kimi-linear-48b --target a3                      whose operators serve it, and their limits
-  kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
-  kimi-graph inspect build/kl48b                                  what is in it
-  kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
-  kimi-graph check build/tiny                                     does it hold the model, and how
-  kimi-graph compile build/tiny --target a3 -o build/tiny-a3
-  kimi-graph lint build/tiny-a3                                   what the files alone prove
-  kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
-  kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
-  kimi-graph buckets build/tiny-a3 --batch 1 --length 4096        which graph serves it, or why none does
-  kimi-graph diff build/tiny-a3 build/new                         what changed, and whether it matters
-  kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
-  kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
+  kimi-graph plan build/tiny --target a3                       does it fit, on how many dies, how fast
+  kimi-graph compile build/tiny --target a3 -o build/tiny-a3   checkpoint or config -> bundle of graphs
+  kimi-graph verify build/tiny-a3                              run the graphs, compare with the model
+  kimi-graph weights build/tiny-a3                             every rank's weights, ahead, in files
+  kimi-graph deploy build/tiny-a3                              what the hosts run, and a runbook
 
-kimi-graph COMMAND --help says more.
+No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
+All commands: kimi-graph --help. One of them: kimi-graph COMMAND --help.
 """
 
 
