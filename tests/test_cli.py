@@ -20,7 +20,7 @@ from kimi_graph.errors import BundleError
 
 COMMANDS = [
     "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
-    "diff", "deploy", "bringup",
+    "diff", "deploy", "bringup", "doctor",
 ]  # fmt: skip
 
 
@@ -72,6 +72,7 @@ def run(monkeypatch):
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
+            "kimi_graph.doctor": ["diagnose"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],

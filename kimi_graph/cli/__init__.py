@@ -29,7 +29,7 @@ A deployment, in order:
   kimi-graph deploy build/tiny-a3                              what the hosts run, and a runbook
 
 No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
-All commands: kimi-graph --help. One of them: kimi-graph COMMAND --help.
+All commands: kimi-graph --help. One of them: kimi-graph COMMAND --help. Something is wrong: kimi-graph doctor.
 """
 
 
