@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_graph import cli
+from kimi_graph.cli import options
+from kimi_graph.cli.output import progress_shown
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
@@ -196,11 +198,11 @@ def test_a_fixture_ends_with_its_size(run):
 
 
 def test_help_names_the_targets_and_releases_there_are():
-    assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
-    assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
-    assert cli.KV_DTYPES == caches.KV_DTYPES
-    assert tuple(cli.PROVIDERS.split(", ")) == targets.PROVIDERS
-    assert tuple(cli.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
+    assert tuple(options.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
+    assert tuple(options.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
+    assert options.KV_DTYPES == caches.KV_DTYPES
+    assert tuple(options.PROVIDERS.split(", ")) == targets.PROVIDERS
+    assert tuple(options.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
 
 
 def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_line(run):
@@ -375,7 +377,7 @@ def test_a_reader_that_goes_away_is_no_error_message():
 
 
 def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
-    with cli._progress() as progress:
+    with progress_shown() as progress:
         for done in range(3):
             progress("Downloading", done, 2)
         progress("Tracing", 0, 0)
@@ -386,7 +388,7 @@ def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with cli._progress() as progress:
+    with progress_shown() as progress:
         progress("Downloading", 1, 2)
         progress("Tracing", 0, 0)
     out, err = capsys.readouterr()
