@@ -1,7 +1,7 @@
 """The command line: reads arguments and the environment, calls one function, prints what came back.
 
 `frame` has exit codes and help, `output` what is printed and where, `options` what commands share; the commands are in
-`planning` (of a model), `making`, `looking` (at a bundle) and `running` (it).
+`planning` (of a model), `making`, `looking` (at a bundle), `running` (it) and `release` (all of it for a new model).
 
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
@@ -15,7 +15,7 @@ import typer
 
 from kimi_graph import __version__
 
-from . import looking, making, planning, running  # noqa: F401 (each declares its commands)
+from . import looking, making, planning, release, running  # noqa: F401 (each declares its commands)
 from .frame import app
 
 OVERVIEW = f"""\
@@ -38,6 +38,7 @@ A deployment, in order:
   kimi-graph diff build/tiny-a3 build/new                         what changed, and whether it matters
   kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
   kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
+  kimi-graph day0 kimi-linear-48b --target a3                     all of it for a new model, and a report
 
 kimi-graph COMMAND --help says more.
 """

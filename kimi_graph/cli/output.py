@@ -52,10 +52,10 @@ def show(result: Result, *, as_json: bool, started: float, where: Path | None = 
     close(result.summary, started, where)
 
 
-def judge(report: Any, *, as_json: bool, started: float) -> None:
+def judge(report: Any, *, as_json: bool, started: float, where: Path | None = None) -> None:
     """Show a result that may have failed: then the last line is an error, and the exit code 1."""
     if report.passed or as_json:
-        show(report, as_json=as_json, started=started)
+        show(report, as_json=as_json, started=started, where=where)
     else:
         print(report.text())
         fail(report.summary)
