@@ -8,8 +8,9 @@ from kimi_graph.plan.html import STYLE
 
 MARKS = ("passed", "failed", "skipped")  # cells of these words have a colour
 _COLOURS = """
-td { overflow-wrap: anywhere } td:not(:last-child) { white-space: normal }
+td:not(:last-child) { white-space: normal } td:first-child { white-space: nowrap }
 .passed { color: #1d5b26 } .failed { color: #8c1d10; font-weight: bold } .skipped { color: #555 }
+td.passed, td.failed, td.skipped { white-space: nowrap }
 td.passed { background: #d8ecd8 } td.failed { background: #f6d3cf } td.skipped { background: #e8e8e8 }
 pre { background: #f3f3f3; padding: .6em; overflow-x: auto }
 """

@@ -30,6 +30,11 @@ from .trial import AUDIT, BUNDLE, CONFIG, GRAPHS, OPERATORS, PLAN, SHARDED, VERI
 
 JSON, MARKDOWN, HTML, WORK = "report.json", "report.md", "report.html", "work"
 KIND = "kimi-graph day0"  # says in the JSON that the folder is ours to replace
+INDENT = " " * 8  # of further lines of a step
+MODES = {
+    "exact": "largest difference where every float is float64, of the largest value of the model's.",
+    "native": "norm of the difference in the graphs' own dtypes, of the norm of the model's.",
+}
 SHOWN = 40  # lines of a step's finding; a checkpoint of another model has a hundred thousand
 
 
@@ -78,9 +83,11 @@ class Report:
 
     @property
     def summary(self) -> str:
-        counts = [f"{len(self.of(state))} {state}" for state in ("passed", "failed", "skipped") if self.of(state)]
-        names = ", ".join(o.title for o in self.of("failed"))
-        return f"{self.title}: {', '.join(counts)} of {len(self.outcomes)} steps" + (f" ({names})" if names else "")
+        failed, skipped = self.of("failed"), self.of("skipped")
+        words = f"{self.title}: {len(self.of('passed'))} of {len(self.outcomes)} steps passed"
+        if failed:
+            words += f", {len(failed)} failed ({', '.join(o.title for o in failed)})"
+        return words + (f", {len(skipped)} skipped" if skipped else "")
 
     def text(self) -> str:
         """A line for every step, and under those that failed what they found."""
@@ -88,9 +95,9 @@ class Report:
         lines = []
         for o in self.outcomes:
             took = f"{o.seconds:.1f} s" if o.found.state != "skipped" else "-"
-            lines += wrapped(f"{o.found.state:<8}{o.title:<{width}}{took:>9}  ", o.found.words)
+            lines += wrapped(f"{o.found.state:<8}{o.title:<{width}}{took:>8}  ", o.found.words, INDENT)
             if o.found.state == "failed":
-                lines += [line for words in _shown(o) for line in wrapped("            ", words)]
+                lines += [line for words in _shown(o) for line in wrapped(f"{INDENT}- ", words)]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -254,7 +261,10 @@ def _operators(r: Report) -> Iterator[Block]:
         for u in c.unserved:
             cells.setdefault((u.phase, u.part, "all of it"), {})[target] = "CANNOT BE SERVED"
     for phase in dict.fromkeys(phase for phase, _, _ in cells):
-        rows = [(part, need, *(own.get(t, "-") for t in found)) for (p, part, need), own in cells.items() if p == phase]
+        needs = [(part, need, own) for (p, part, need), own in cells.items() if p == phase]
+        parts = list(dict.fromkeys(part for part, _, _ in needs))
+        needs.sort(key=lambda row: parts.index(row[0]))
+        rows = [(part, need, *(own.get(t, "-") for t in found)) for part, need, own in needs]
         yield Heading(phase, 3)
         yield Table([("part", "needs", *found), *rows])
     yield Heading("How operators are known to work on a device", 3)
@@ -284,30 +294,28 @@ def _evidence(found: Mapping[str, Coverage]) -> Iterator[tuple[str, ...]]:
 
 
 def _verified(r: Report) -> Iterator[Block]:
-    reports = {(t.name, step): r.found((t.name, step)) for t in r.targets for step in (VERIFY, VERIFY_SHARDED)}
-    reports = {name: v for name, v in reports.items() if v is not None}
+    """A table for each mode: tensors by bundle."""
+    reports: dict[str, Verified] = {}
+    for t in r.targets:
+        for verify, bundle in ((VERIFY, BUNDLE), (VERIFY_SHARDED, SHARDED)):
+            if (v := r.found((t.name, verify))) is not None:
+                mesh = r.found((t.name, bundle))[0]["mesh"]
+                reports[t.name if mesh is None else f"{t.name}, {mesh['text']}"] = v
     if not reports:
         return
     yield Heading("Graphs of the fixture against the model")
-    yield Text(
-        "Largest difference of a kind of tensor. exact: every float is float64, of the model's scale; native: the "
-        "graphs' own dtypes, as a ratio of norms."
-    )
-    rows = [("target", "ranks", "mode", "tensor", "compared", "error", "allowed", "result")]
-    for (target, step), v in reports.items():
-        manifest, _ = r.found((target, BUNDLE if step == VERIFY else SHARDED))
-        mesh = "1" if manifest["mesh"] is None else f"{manifest['mesh']['ranks']} ({manifest['mesh']['text']})"
-        for row in v.rows:
-            result = "passed" if row.passed else "failed"
-            numbers = (str(row.count), f"{row.error:.1e}", f"{row.tolerance:.0e}")
-            rows.append((target, mesh, row.mode, row.what, *numbers, result))
-    yield Table(rows)
-    counts = dict.fromkeys(
-        f"{title}: semantics of the operator types executed: "
-        + ", ".join(f"{n} {kind}" for kind, n in v.provenance.items())
-        for (title, _), v in reports.items()
-    )
-    yield Points(list(counts))
+    for mode, words in MODES.items():
+        cells: dict[str, dict[str, str]] = {"allowed": {}}
+        for bundle, v in reports.items():
+            for row in (row for row in v.rows if row.mode == mode):
+                cells["allowed"][bundle] = f"{row.tolerance:.1e}"
+                cells.setdefault(row.what, {})[bundle] = f"{row.error:.1e}" + ("" if row.passed else " DIFFERS")
+        yield Text(f"{mode}: {words}")
+        yield Table(
+            [("tensor", *reports), *((what, *(own.get(b, "-") for b in reports)) for what, own in cells.items())]
+        )
+    counts = {b: ", ".join(f"{n} {kind}" for kind, n in v.provenance.items()) for b, v in reports.items()}
+    yield Points([f"{bundle}: semantics of the operator types that ran: {words}" for bundle, words in counts.items()])
 
 
 def _unproved(r: Report) -> Iterator[Block]:
