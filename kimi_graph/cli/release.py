@@ -1,7 +1,6 @@
 """The command of a release day."""
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,6 @@ from .options import (
     TARGETS,
     Avoid,
     Cache,
-    Json,
     Providers,
     Wheel,
     presets,
@@ -50,7 +48,6 @@ def day0(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Make everything anew: use and keep nothing of earlier compiles.")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Say on the day a model is released what of it is served by what, and what is not and why. Its config, its
     checkpoint where there is one, a plan, operators and graphs on each target, and a fixture of it that is compiled and
@@ -66,7 +63,6 @@ def day0(
         raise typer.BadParameter(f"{target!r} names a target twice.", param_hint="'--target'")
     if keep_work and out is None:
         raise typer.BadParameter("stays in the report's folder: give -o.", param_hint="'--keep-work'")
-    started = time.perf_counter()
     with progress_shown() as progress:
         from kimi_graph.compile.targets import target as find_target
 
@@ -85,4 +81,4 @@ def day0(
             keep=not no_cache,
             progress=progress,
         )
-    judge(report, as_json=as_json, started=started, where=out)
+    judge(report, out)
