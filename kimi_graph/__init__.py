@@ -31,7 +31,6 @@ if TYPE_CHECKING:
         count_parameters,
         decode,
         encode_image,
-        generate,
         init_params,
         init_state,
         model_specs,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     )
     from .parallel import Mesh
     from .read_config import load_config, presets
+    from .sampling import generate
     from .shard import shard_plan
     from .vision import prepare_image
 
@@ -50,7 +50,7 @@ _HOMES = {
     "count_parameters": "models",
     "decode": "models",
     "encode_image": "models",
-    "generate": "models",
+    "generate": "sampling",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
