@@ -29,13 +29,13 @@ if TYPE_CHECKING:
         count_parameters,
         decode,
         encode_image,
-        generate,
         init_params,
         init_state,
         parameter_counts,
         prefill,
     )
     from .read_config import load_config
+    from .sampling import generate
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
 _FOLDERS = ("compile", "errors", "layers", "models", "ops", "parallel", "tree")
@@ -43,7 +43,7 @@ _HOMES = {
     "count_parameters": "models",
     "decode": "models",
     "encode_image": "models",
-    "generate": "models",
+    "generate": "sampling",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",

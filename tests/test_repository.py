@@ -72,7 +72,7 @@ FLOORS = [
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
     ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
-    ("files", r"kimi_graph\.(headers|naming|audit|checkpoint|fixture)"),
+    ("files", r"kimi_graph\.(headers|naming|audit|streamed|checkpoint|fixture|sampling)"),
     ("compile", r"kimi_graph\.compile"),
     ("commands", r"kimi_graph\.(check|shard)"),
     ("plan", r"kimi_graph\.plan"),
