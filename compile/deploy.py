@@ -79,7 +79,7 @@ class Deployment:
         found = open_written(self.bundle)
         return found if found is not None and set(range(self.mesh.world)) <= set(found.ranks) else None
 
-    @property
+    @functools.cached_property
     def groups(self) -> list[Communicator]:
         """All groups of ranks that graphs name."""
         entry = self.bundle.manifest["mesh"]
@@ -99,11 +99,16 @@ class Deployment:
     def groups_of(self, rank: int) -> list[Communicator]:
         return [c for c in self.groups if rank in c.ranks]
 
+    @functools.cached_property
+    def placed(self) -> dict[str, set[str]]:
+        """Of each graph the groups a rank's place in which it says."""
+        return {name: placed_groups(model) for name, model in self.models.items()}
+
     def alone(self, entry: Mapping[str, Any]) -> bool:
         """Whether a graph meets no other rank."""
         return not any(op.type.startswith(COLLECTIVE) for op in self.models[entry["name"]].graph[0].op)
 
-    @property
+    @functools.cached_property
     def buffer_mib(self) -> int:
         """What HCCL_BUFFSIZE has to be for rows that go to their experts; 0: HCCL's default will do."""
         ops = [op for m in self.models.values() for op in m.graph[0].op if op.type == "MoeDistributeDispatchV2"]
@@ -362,7 +367,7 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
     for c in d.groups_of(p.rank):
         yield "group", c.group, c.name, _dims(c.ranks)
     entries = d.graphs_of(stage)
-    for group in sorted({g for e in entries for g in placed_groups(d.models[e["name"]])}):
+    for group in sorted({g for e in entries for g in d.placed[e["name"]]}):
         yield "at", group, d.mesh.index(p.rank, group_axes(group))
     for name in sorted({i["name"] for e in entries for i in e["inputs"] if i["name"].startswith("own_index.")}):
         yield "own", name, d.mesh.index(p.rank, own_axes(name))
