@@ -20,7 +20,7 @@ from kimi_graph.errors import BundleError
 
 COMMANDS = [
     "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
-    "diff", "deploy", "bringup",
+    "diff", "deploy", "bringup", "day0", "doctor",
 ]  # fmt: skip
 
 
@@ -72,6 +72,8 @@ def run(monkeypatch):
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
+            "kimi_graph.day0.run": ["day0"],
+            "kimi_graph.doctor": ["diagnose"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
@@ -494,3 +496,42 @@ def test_golden_cases_need_weights_and_a_bundle(run, tmp_path):
     )
     assert called["write_golden"][0] == (Path("b"), tmp_path, 2)
     assert "golden    7 cases of single operators" in result.output
+
+
+# day0.
+
+
+def test_day0_gets_every_target_with_its_release_providers_and_what_to_avoid(run):
+    options = ["--cann", "9.1", "--providers", "own,builtin", "--avoid", "KdaChunk", "-o", "r", "--keep-work"]
+    result, called = run(["day0", "m", "--target", "a3, 950dt", *options, "--no-cache"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"2 graphs, 12 nodes -> r in \d+\.\d s", result.stdout.splitlines()[-1])
+    (source, targets), given = called["day0"]
+    assert source == "m" and [(t.name, t.cann, t.providers, t.avoid) for t in targets] == [
+        ("a3", "9.1", ("own", "builtin"), ("KdaChunk",)),
+        ("950dt", "9.1", ("own", "builtin"), ("KdaChunk",)),
+    ]
+    assert (given["out"], given["keep_work"], given["keep"]) == (Path("r"), True, False)
+
+
+def test_day0_with_a_failed_step_is_exit_code_1_after_the_report(run):
+    report = Found()
+    report.passed = False
+    result, _ = run(["day0", "m", "--target", "a3"], day0=lambda *a, **k: report)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "error: 2 graphs, 12 nodes")
+    result, _ = run(["day0", "m", "--target", "a3", "--json"], day0=lambda *a, **k: report)
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"graphs": 2})
+
+
+@pytest.mark.parametrize(
+    "options, code, words",
+    [
+        (["--target", "a3,a4"], 1, "target 'a4' is not known"),
+        (["--target", "a3,a3"], 2, "names a target twice"),
+        (["--target", "a3", "--keep-work"], 2, "stays in the report's folder: give -o."),
+    ],
+)
+def test_day0_answers_what_cannot_be_before_it_starts(run, options, code, words):
+    result, called = run(["day0", "m", *options])
+    assert (result.exit_code, called) == (code, {})
+    assert words in " ".join(result.stderr.replace("│", " ").split())

@@ -1,7 +1,7 @@
 """The command line: reads arguments and the environment, calls one function, prints what came back.
 
 `frame` has exit codes and help, `output` what is printed and where, `options` what commands share; the commands are in
-`planning` (of a model), `making`, `looking` (at a bundle) and `running` (it).
+`planning` (of a model), `making`, `looking` (at a bundle), `running` (it) and `release` (all of that for a new model).
 
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
@@ -15,7 +15,8 @@ import typer
 
 from kimi_graph import __version__
 
-from . import planning, making, looking, running  # noqa: F401 isort: skip (in this order help lists their commands)
+# in this order help lists their commands
+from . import planning, making, looking, running, release  # noqa: F401 isort: skip
 from .frame import app
 
 OVERVIEW = f"""\
@@ -29,7 +30,8 @@ A deployment, in order:
   kimi-graph deploy build/tiny-a3                              what the hosts run, and a runbook
 
 No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
-All commands: kimi-graph --help. One of them: kimi-graph COMMAND --help.
+A new model: kimi-graph day0 MODEL --target a3 -o build/report says what serves it, and what is missing.
+Something is wrong: kimi-graph doctor. All commands: kimi-graph --help; one of them: kimi-graph COMMAND --help.
 """
 
 

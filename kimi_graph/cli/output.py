@@ -124,17 +124,20 @@ def show(result: Result, where: Path | None = None) -> None:
         return
     if not how.quiet and (text := result.text()):
         print(text)
-    place = f" -> {where}" if where else ""
-    print(f"{result.summary}{place} in {time.perf_counter() - how.started:.1f} s")
+    print(f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s")
 
 
-def judge(report: Any) -> None:
+def _place(where: Path | None) -> str:
+    return f" -> {where}" if where else ""
+
+
+def judge(report: Any, where: Path | None = None) -> None:
     """Show a result that may have failed: then the last line is an error, and the exit code 1."""
     if report.passed or manner.get().as_json:
-        show(report)
+        show(report, where)
     else:
         tell(report.text())
-        print_error(report.summary)
+        print_error(f"{report.summary}{_place(where)}")
     if not report.passed:
         raise typer.Exit(1)
 
