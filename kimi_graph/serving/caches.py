@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The engine's cache of each layer, seen as the library's state of that layer: views, nothing is copied.
 
 A KDA layer's memory and windows are a block of the engine's recurrent-state cache, in the state contract's order of

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """What differs between the releases of vLLM that the adapter runs on. Everything else of them is imported plainly.
 
 0.32: run on its CPU build. 0.27.1: what vllm-ascend is made for.
@@ -5,7 +6,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 

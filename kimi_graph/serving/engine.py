@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The models as vLLM runs them: a step of the engine is one call of the library's schedule for each group of rows.
 
 No layer is computed here. The engine's caches are the library's states (`caches`), its metadata are the library's
@@ -21,9 +22,9 @@ from vllm.sequence import IntermediateTensors
 from kimi_graph.config import KdaConfig, ModelConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.layers import Batch, step_batch
-from kimi_graph.ops import donating
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import value_spec
+from kimi_graph.ops import donating
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
@@ -51,14 +52,14 @@ class KimiGraphForCausalLM(nn.Module):
         self.config, self.cache_config = config_of(str(self.folder)), vllm_config.cache_config
         self.place = place_of(vllm_config, self.config)
         self.params: Any = None
-        self.caches = nn.ModuleDict()
+        self.caches: dict[int, KdaCache | MlaCache] = {}
         row = cached_row(self.config)
         for i in self.place.layers:
             mixer, name = self.config.layers[i].mixer, f"layers.{i}.mixer"
             if isinstance(mixer, KdaConfig):
-                self.caches[str(i)] = KdaCache(vllm_config, name, mixer, self.place.mesh.tensor)
+                self.caches[i] = KdaCache(vllm_config, name, mixer, self.place.mesh.tensor)
             else:
-                self.caches[str(i)] = MlaCache(vllm_config, name, mixer, row)
+                self.caches[i] = MlaCache(vllm_config, name, mixer, row)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The library reads the checkpoint's folder itself; what the engine would read is not asked for."""
@@ -110,12 +111,10 @@ class KimiGraphForCausalLM(nn.Module):
     def _empty(self, names: Iterable[str], tokens: int, device: Any) -> dict[str, Tensor]:
         """Values of a step between parts, a row for each token."""
         specs = {name: value_spec(self.config, name, 1, tokens) for name in names}
-        return {
-            name: torch.zeros(s.shape[1:], dtype=s.dtype or self.dtype, device=device) for name, s in specs.items()
-        }
+        return {name: torch.zeros(s.shape[1:], dtype=s.dtype or self.dtype, device=device) for name, s in specs.items()}
 
     def _step(self, metadata: Mapping[str, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
-        told = {int(i): metadata[cache.name] for i, cache in self.caches.items()}
+        told = {i: metadata[cache.name] for i, cache in self.caches.items()}
         starts, lengths = ends_of(next(iter(told.values())))
         counts = torch.tensor(starts).diff()
         before = torch.tensor(lengths) - counts
@@ -124,15 +123,13 @@ class KimiGraphForCausalLM(nn.Module):
         for rows in rows_of(starts, lengths, shared=shared):
             self._run(rows, told, given, made)
 
-    def _run(
-        self, rows: Rows, told: Mapping[int, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]
-    ) -> None:
+    def _run(self, rows: Rows, told: Mapping[int, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
         """One group of a step: reads `given`, writes `made` and the caches."""
         pages = -(-rows.longest // self.page)
         sparse = decoder.is_sparse(self.config, pages * self.page)
         uses = self.place.uses(sparse=sparse)
         values = {name: given[name][rows.at] for name in self.place.reads(sparse=sparse)}
-        states = {int(i): cache.state() for i, cache in self.caches.items()}
+        states = {i: cache.state() for i, cache in self.caches.items()}
         batches = {id(m): self._batch(m, rows, pages) for m in told.values()}
         own = {i: batches[id(m)] for i, m in told.items()}
         with donating():

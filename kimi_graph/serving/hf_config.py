@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """A released config.json as the engine needs to know it: sizes that it allocates by, and which class runs the model.
 
 The engine's own classes for these models are bypassed, and names that switch parts of it (`kv_lora_rank`, `index_topk`,
@@ -34,9 +35,13 @@ class EngineConfig(PretrainedConfig):
         """
         unused = kwargs.pop("return_unused_kwargs", False)
         own = config_dict.get("model_type") == MODEL_TYPE  # one that was made here before
-        facts = config_dict if own else engine_facts(parse_config(_released(config_dict), origin="config.json", name="model"))
+        facts = (
+            config_dict
+            if own
+            else engine_facts(parse_config(_released(config_dict), origin="config.json", name="model"))
+        )
         made = cls(**{**facts, **{k: v for k, v in kwargs.items() if k in ("name_or_path",)}})
-        made.model_type = MODEL_TYPE
+        made.__dict__["model_type"] = MODEL_TYPE  # the class has that of the file which was registered last
         return (made, kwargs) if unused else made
 
     def to_dict(self) -> dict[str, Any]:

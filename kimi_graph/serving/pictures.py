@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """Pictures through the engine's multimodal path, made ready and embedded as the library does.
 
 A prompt has one placeholder a picture, which becomes one for each of its embeddings. Where the released processor says
@@ -139,6 +140,7 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
 
     def _embed(self, patches: Tensor, grid: list[int]) -> Tensor:
         frames, rows, columns = grid
+        assert self.config.vision is not None
         tokens = tokens_of(self.config.vision, rows * columns)
         image = VisionInput(patches=patches, grid=(frames, rows, columns), size=(0, 0), tokens=tokens)
         return encode_image(self.config, self.params, image).to(self.dtype)

@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false
 """The entry point of vLLM's plugins: makes the engine run the family's released config.json files by this library.
 
 The engine calls `register` in every process, before it reads a config. `VLLM_PLUGINS` names the plugins it may load;

@@ -1,8 +1,4 @@
-"""One rank of the engine: which layers it has, which part of every parameter, and how it runs them.
-
-Layers come from the library's pipeline split, parts from its mesh rules. With one rank a stage tensors are plain; else
-they are sharded values, and a step runs the same layer functions on them with collectives of the engine's process group.
-"""
+"""One rank of the engine: which layers it has, and how it runs them. Layers come from the library's pipeline split."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -97,6 +97,7 @@ def reads_new_pages(block_table: Tensor, before: Tensor, counts: Tensor, page: i
         block_table: `[R, P]`. before, counts: `[R]`, see `Rows`.
     """
     column = torch.arange(block_table.shape[1], device=block_table.device)
+    before, counts = before.to(column.device), counts.to(column.device)
     first, last = before[:, None] // page, (before + counts - 1)[:, None] // page
     read = block_table[column < first]
     return bool(torch.isin(read, block_table[(column >= first) & (column <= last)]).any())
