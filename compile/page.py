@@ -20,10 +20,9 @@ MARKS = {"p": "◆", "s": "■"}  # of a weight, of a state; an input has ○
 MARGIN = 24.0
 
 # Nothing may be loaded, whatever a name in a bundle says.
-_POLICY = tag(
-    "meta",
-    http_equiv="Content-Security-Policy",
-    content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'",
+_POLICY = Html(
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
 
 

@@ -196,12 +196,15 @@ def _stands_for(places: Sequence[tuple["_Drawn", str]]) -> str:
     (first, where), *rest = places
     if not rest:
         return "the only one of its kind"
-    same = [w for d, w in rest if d.signature(w) == first.signature(where)]
+    own = Counter(first.signature(where))
+    others = [Counter(d.signature(w)) for d, w in rest]
+    differ = {types[1] for other in others for types in [*(own - other), *(other - own)]}
     numbers = [int(w.rpartition(".")[2]) for _, w in places]
     words = f"stands for {len(places)} layers ({_ranges(numbers)})"
-    if len(same) == len(rest):
+    if not differ:
         return f"{words}, all of the same nodes and shapes"
-    return f"{words}; {len(same) + 1} have these nodes and shapes, in others the nodes at the layer's ends differ"
+    same = sum(other == own for other in others)
+    return f"{words}; {same + 1} have these nodes and shapes, the others differ in {', '.join(sorted(differ))}"
 
 
 def _ranges(numbers: Iterable[int]) -> str:
@@ -247,8 +250,8 @@ class _Drawn:
             mixer = "DSA"
         return mixer, next((words for name, words in FEEDS.items() if name in names), "")
 
-    def signature(self, where: str) -> tuple[Any, ...]:
-        """What two layers have in common that are alike: types, shapes and who reads whom."""
+    def signature(self, where: str) -> tuple[tuple[str, str, Any, int], ...]:
+        """What two layers have in common that are alike: names, types, results, and how many inputs there are."""
         return tuple(
             (n.name.removeprefix(where), n.type, tuple((d.dtype, d.shape) for d in n.outs), len(n.inputs))
             for n in self.groups[where]

@@ -50,7 +50,8 @@ function choose(n, bring) {
     if (b.type) entry(list, "name", [b.name]);
     entry(list, "line of layer code", b.source ? [b.source] : b.type ? ["not kept: a pass made this node"] : []);
     entry(list, "collective", b.carries ? [b.carries] : []);
-    entry(list, b.type ? "gives" : "value", b.results); entry(list, "reads of the graph", b.held); entry(list, "attributes", b.attributes);
+    const reads = [...s.querySelectorAll(`.edge[data-b="${n}"]`)].map(e => `${f[e.dataset.a].name} ${e.textContent}`);
+    entry(list, "reads", reads); entry(list, b.type ? "gives" : "value", b.results); entry(list, "reads of the graph", b.held); entry(list, "attributes", b.attributes);
     s.querySelectorAll(".box")[n].classList.add("chosen");
     s.querySelectorAll(`.edge[data-a="${n}"], .edge[data-b="${n}"]`).forEach(e => e.classList.add("near"));
     if (bring) {
@@ -103,7 +104,7 @@ for (const cells of document.querySelectorAll(".cells")) {
 }
 const tools = { larger: () => zoom(1.25), smaller: () => zoom(0.8), whole, start };
 for (const b of document.querySelectorAll("[data-tool]")) b.addEventListener("click", () => tools[b.dataset.tool]());
-window.addEventListener("resize", start);
+window.addEventListener("resize", () => look(...box().slice(0, 3)));
 window.addEventListener("beforeprint", () => { const s = svg(), [W, H] = size(s); s.setAttribute("viewBox", `0 0 ${W} ${H}`); });
 window.addEventListener("afterprint", start);
 if (all.length) show(Math.max(0, all.findIndex(f => f.dataset.first)));
