@@ -144,7 +144,8 @@ def _write(where: Path, deployment: Path, rank: int, job: Job, groups: Groups, s
     (where / "steps" / "0" / "phase").write_text("run\n")
     kept = [x for x in (deployment / "ranks" / f"{rank}.txt").read_text().splitlines() if x.split()[0] in _KEPT]
     own = [c for c in communicators(groups) if rank in c.ranks and c.group in _used(job.model)]
-    lines = [*kept, *(f"group {c.group} {c.name} {','.join(map(str, c.ranks))}" for c in own), f"run {name}"]
+    mine = [f"group {c.group} {c.name} {','.join(map(str, c.ranks))}" for c in own]
+    lines = [*kept, *mine, "phase run", f"run {name}"]
     (where / "deploy" / "ranks" / f"{rank}.txt").write_text("\n".join(lines) + "\n")
     (where / "deploy" / "graphs" / f"{name}.txt").write_text("\n".join(_plan(job.model, name)) + "\n")
     for tensors in (job.inputs, job.states):

@@ -256,7 +256,7 @@ def _memory(p: Picture) -> Iterator[Html]:
         "of the file. Weights and states are there all the time. The runtime places values itself: this is what it "
         "cannot do without in this order, not what it takes.",
     )  # fmt: skip
-    rows = [
+    rows: list[Sequence[str]] = [
         ("phase", "stage", "weights", "states", "values, at most", "together", f"of a die's {_size(die)}", "most at")
     ]
     for c in p.curves:

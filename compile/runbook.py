@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def runbook(d: "Deployment", bundle: str) -> str:
-    """The text; `bundle`: its folder's name."""
+    """The text; `bundle`: its folder's name, as a shell reads it."""
     parts = [_head(d), _where(d), _before(d), _operators(d), _weights(d, bundle), _loader(d), _start(d, bundle)]
     parts += [_groups(d), _offline(d), _trouble(d), _unproved(d)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -86,7 +86,7 @@ def _operators(d: "Deployment") -> str:
     (n,) = needed
     build = [PACKAGES[n.provider].build.format(ops=";".join(n.types)), "./custom_opp_*.run"]
     if n.provider == "own":
-        build = list(commands(d.target.op_soc, "$BUNDLE/kernels"))
+        build = list(commands(d.target.op_soc, '"$BUNDLE/kernels"'))
     lines = "\n".join(build)
     return (
         "## 2. Operators\n\n"
