@@ -47,14 +47,22 @@ def listed(pairs: Mapping[str, str]) -> list[str]:
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """An element; children that are no `Html` are text. An attribute that ends in `_` is named without it."""
-    given = "".join(f' {key.rstrip("_")}="{html.escape(str(value))}"' for key, value in attributes.items())
+    """An element; children that are no `Html` are text. `class_` is the attribute class, `data_x` is data-x."""
+    named = ((key.rstrip("_").replace("_", "-"), html.escape(str(value))) for key, value in attributes.items())
+    given = "".join(f' {key}="{value}"' for key, value in named)
     return Html(f"<{name}{given}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[object]) -> Html:
     """Some after another."""
     return Html("".join(child if isinstance(child, Html) else html.escape(str(child)) for child in children))
+
+
+def document(title: str, style: str, body: object, head: object = "") -> str:
+    """A page of its own that loads nothing. `style`: rules; `head`: what else belongs there."""
+    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
+    inside = join([meta, head, tag("title", title), tag("style", Html(style))])
+    return f"<!doctype html>\n<html lang=en><head>{inside}</head><body>\n{join([body])}\n</body></html>\n"
 
 
 def card(title: str, *body: object, note: str = "") -> Html:
