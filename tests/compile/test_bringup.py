@@ -429,4 +429,4 @@ def test_a_device_takes_jobs_as_it_is_told(runs):
 def test_a_difference_is_of_what_is_known_and_relative(found, expected, error):
     got = difference(torch.tensor(found), torch.tensor(expected))
     assert got == pytest.approx(error, rel=1e-12, nan_ok=True)
-    assert differs(torch.tensor(found), torch.tensor(expected), "Add") == (not error == 0)
+    assert differs(torch.tensor(found), torch.tensor(expected), "Add") == (error != 0)
