@@ -256,8 +256,8 @@ class Request:
             whose = "" if shards * share == 1 else f" on each of {shards * share} ranks that share them out"
             raise CompileError(
                 f"--pages {pages}: a sequence of {self.max_len:,} tokens takes {sequence_pages} pages of {self.page}, "
-                f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}, "
-                f"or {self._pools(sequence_pages)[1]} for {self.rows} full sequences."
+                f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}"
+                + (f", {self._pools(sequence_pages)[1]} for {self.rows} sequences as long." if self.rows > 1 else ".")
             )
 
     @property
@@ -612,7 +612,10 @@ def compile_model(
         bundle.check_place(out)
     if request.constants:
         if checkpoint is None:
-            raise CompileError(f"--weights constant needs them: {config.name} must be a checkpoint folder.")
+            raise CompileError(
+                f"--weights constant: graphs are to hold their weights, and {config.name} is no checkpoint's folder; "
+                "give one, or take --weights input."
+            )
         audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     host = Late(torch_npu_wheel, cache_dir)

@@ -112,7 +112,9 @@ def open_device(bundle: Path, deployment: Path, environment: Mapping[str, str]) 
         DeployError: none, or of another bundle; several hosts and no way to start a program on them.
     """
     if not (deployment / DEPLOY).is_file():
-        raise DeployError(f"{deployment}: no {DEPLOY}; make it with kimi-graph deploy.")
+        raise DeployError(
+            f"{deployment}: no {DEPLOY}; make it with kimi-graph deploy {bundle} --hosts FILE -o {deployment}."
+        )
     said = read_json(deployment / DEPLOY)
     check_bundle(open_bundle(bundle), said, deployment)
     loader = Path(environment.get("LOADER", deployment / "loader" / "build" / "kimi_graph_loader"))

@@ -57,7 +57,8 @@ class Graph:
 
     def _repr_html_(self) -> Html:
         counts = [("nodes", "type"), *((str(count), type_) for type_, count in self.nodes.types.items())]
-        return card(self.name, facts(self._facts), fold(f"{len(self.nodes):,} nodes by type", table(counts)))
+        by_type = fold(f"{len(self.nodes):,} nodes that compute, by type", table(counts))
+        return card(self.name, facts(self._facts), by_type)
 
     @property
     def _facts(self) -> dict[str, str]:

@@ -48,7 +48,7 @@ def page(p: Picture) -> str:
         _facts(p),
         tag("nav", *(tag("a", words, href=f"#{words.split()[0].lower()}") for words in SECTIONS)),
         _section(SECTIONS[0], *_schedule(p, figures)),
-        _section(SECTIONS[1], *_graphs(figures)),
+        _section(SECTIONS[1], *_graphs(figures, m["mesh"] is not None)),
         _section(SECTIONS[2], *_memory(p)),
         _section(SECTIONS[3], *_operators(p)),
         tag("script", _json([[_said(b) for b in f.boxes] for f in figures]), type="application/json", id="figures"),
@@ -115,11 +115,12 @@ def _row(r: Row, index: dict[tuple[str, str], int], several: bool) -> Html:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def _graphs(figures: Sequence[Figure]) -> Iterator[Html]:
+def _graphs(figures: Sequence[Figure], mesh: bool) -> Iterator[Html]:
     yield tag(
         "p", "One layer of each kind, on one rank: shapes are a rank's own. Views (Reshape and the like) are drawn as "
-        "the edge they are on, constants not at all. How a value between two nodes lies on the mesh is not in the "
-        "bundle; of weights, states and inputs it is said.",
+        "the edge they are on, constants not at all."
+        + " How a value between two nodes lies on the mesh is not in the bundle; of weights, states and inputs it is "
+        "said." * mesh,
     )  # fmt: skip
     groups = []
     for phase in dict.fromkeys(f.phase for f in figures):
@@ -134,16 +135,17 @@ def _graphs(figures: Sequence[Figure]) -> Iterator[Html]:
         )
     ]  # fmt: skip
     yield tag("div", tag("label", "graph ", tag("select", *groups, id="figure")), *tools, class_="tools")
-    yield _legend()
+    yield _legend(mesh)
     drawings = tag("div", *(_figure(f, figures) for f in figures), class_="drawing")
     yield tag("div", drawings, tag("div", id="details", class_="details", aria_live="polite"), class_="sides")
 
 
-def _legend() -> Html:
+def _legend(mesh: bool) -> Html:
     families = _families(*(name for name in FAMILIES if name != "view"))
     marks = [tag("li", f"{mark} {words}") for mark, words in (("◆", "weight"), ("■", "state"), ("○", "input"))]
-    split = tag("li", "÷ tensor: split over that mesh axis; without it, whole on every rank")
-    return tag("ul", *families, *marks, split, class_="legend")
+    if mesh:
+        marks.append(tag("li", "÷ tensor: split over that mesh axis; without it, whole on every rank"))
+    return tag("ul", *families, *marks, class_="legend")
 
 
 def _figure(f: Figure, figures: Sequence[Figure]) -> Html:

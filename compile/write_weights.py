@@ -164,7 +164,8 @@ def parse_ranks(text: str) -> list[int]:
 def _chosen(mesh: Mesh, ranks: Sequence[int] | None) -> set[int]:
     wanted = set(range(mesh.world)) if ranks is None else set(ranks)
     if beyond := sorted(r for r in wanted if not 0 <= r < mesh.world):
-        raise BundleError(f"--ranks {beyond[0]}: the bundle's ranks are 0 to {mesh.world - 1}.")
+        there = f"the bundle's ranks are 0 to {mesh.world - 1}" if mesh.world > 1 else "the bundle has rank 0 alone"
+        raise BundleError(f"--ranks {beyond[0]}: {there}.")
     return wanted
 
 

@@ -85,7 +85,8 @@ def table(rows: Iterable[Sequence[object]]) -> Html:
 
 
 def _cell(name: str, value: object, side: str) -> Html:
-    return tag(name, value, style=f"text-align:{side};padding:.1em .8em .1em 0;vertical-align:top")
+    look = f"text-align:{side};padding:.1em .8em .1em 0;vertical-align:top"
+    return tag(name, value, style=look + ";white-space:nowrap" * (len(str(value)) <= 24))
 
 
 def facts(pairs: Mapping[str, object]) -> Html:
@@ -107,12 +108,14 @@ def strip(cells: Iterable[Sequence[Mark]]) -> Html:
     """Small squares from left to right, several in one place below each other."""
 
     def square(letters: str, colour: str, what: str) -> Html:
-        look = f"display:block;min-width:1.1em;margin:1px;white-space:pre;color:{_ink(colour)};background:{colour}"
+        look = "display:block;min-width:1.1em;margin:1px;white-space:pre;word-spacing:0"
+        look += f";color:{_ink(colour)};background:{colour}"
         return tag("span", letters, style=look, title=what)
 
     place = "display:inline-block;text-align:center"
-    places = (tag("span", *(square(*mark) for mark in marks), style=place) for marks in cells)
-    return tag("div", *places, style="font:11px/1.4 monospace")
+    places = [tag("span", *(square(*mark) for mark in marks), style=place) for marks in cells]
+    spaced = (x for each in places for x in (each, " "))  # the space is seen where there is no style alone
+    return tag("div", *spaced, style="font:11px/1.4 monospace;word-spacing:-.6em")
 
 
 def _ink(colour: str) -> str:

@@ -62,7 +62,9 @@ def _find(source: str | Path) -> tuple[Path, str]:
     elif _exists(path, Path.is_dir):
         path, name = path / "config.json", path.resolve().name
         if not path.is_file():
-            raise ConfigError(f"{source}: this folder has no config.json. {_presets_like(name)}")
+            raise ConfigError(
+                f"{source}: this folder has no config.json; expected a checkpoint's folder. {_presets_like(name)}"
+            )
     elif _exists(path, Path.is_file):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
     else:

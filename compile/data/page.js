@@ -10,6 +10,8 @@ const size = s => s.dataset.size.split(" ").map(Number);
 function look(x, y, w) {
   const s = svg(), [W, H] = size(s), ratio = s.clientHeight / Math.max(1, s.clientWidth);
   w = Math.min(Math.max(w, 160), Math.max(W, H / ratio) * 1.1);
+  const within = (at, part, all) => part > all ? (all - part) / 2 : Math.min(Math.max(at, -20), all - part + 20);
+  x = within(x, w, W); y = w * ratio > H ? 0 : within(y, w * ratio, H);
   s.setAttribute("viewBox", [x, y, w, w * ratio].map(v => v.toFixed(1)).join(" "));
 }
 const box = () => svg().getAttribute("viewBox").split(" ").map(Number);

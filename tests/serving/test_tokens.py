@@ -98,7 +98,7 @@ def test_a_prompt_longer_than_the_engine_takes_is_refused_and_the_next_is_served
     lib = library("deepseek-v3.2")
     with engine(folder("deepseek-v3.2"), max_model_len=64) as llm:
         for length in (64, 65, 200):
-            with pytest.raises(Exception, match="maximum (model|context) length"):
+            with pytest.raises(Exception, match=r"maximum (model|context) length"):
                 ask(llm, lib.prompts(length))
         rounds(lib, llm, lib.prompts(63), count=1, times=1)
 
