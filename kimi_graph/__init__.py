@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
     from .compile.opened import open_bundle
+    from .layers import gpu_kernels
     from .models import (
         count_parameters,
         decode,
@@ -44,6 +45,7 @@ _HOMES = {
     "decode": "models",
     "encode_image": "models",
     "generate": "sampling",
+    "gpu_kernels": "layers",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
@@ -61,6 +63,7 @@ __all__ = [
     "encode_image",
     "errors",
     "generate",
+    "gpu_kernels",
     "init_params",
     "init_state",
     "layers",
