@@ -38,6 +38,7 @@ from kimi_graph.config import IndexerConfig, KdaConfig, MlaConfig
 from kimi_graph.layers.kernels import fla_kda
 
 CORE, SLOPE, EXPONENT = 0.95, 1.5, 1.05  # what is promised
+OFTEN = 1 << 17  # tokens up to which a length is timed three times
 LENGTHS = [1 << n for n in range(15, 21)]
 
 
@@ -354,7 +355,10 @@ def group(size: Size) -> list[str]:
     times: dict[str, dict[int, float]] = {name: {} for name in runs}
     for tokens in size.lengths:
         for name, run in runs.items():
-            times[name][tokens] = once(lambda run=run, tokens=tokens: run(tokens), size)
+            rounds = [
+                once(lambda run=run, tokens=tokens: run(tokens), size) for _ in range(3 if tokens <= OFTEN else 1)
+            ]
+            times[name][tokens] = statistics.median(rounds)
         print(f"{tokens:>9,} tokens: " + ", ".join(f"{n} {times[n][tokens]:.4f} s" for n in runs), flush=True)
     fits = {name: fitted(t) for name, t in times.items()}
     for name, (a, b) in fits.items():

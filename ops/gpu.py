@@ -34,17 +34,19 @@ def _index_scores(q, weights, keys, out, queries, seen, HEADS: tl.constexpr, K: 
     tl.store(place, tl.where(visible, total, float("-inf")), mask=inside[:, None] & (column[None, :] < seen))
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, out: Tensor | None = None) -> Tensor:
     """`sum_h weights_h relu(q_h . k)`, products of the dtype given, sums in float32; minus infinity after a query.
 
     Args:
         q: `[n, I, K]`. weights: `[n, I]` float32. keys: `[S, K]`; the queries are its last n tokens.
+        out: `[n, S]` float32, contiguous, which is written and returned; a new one by default.
 
     Returns:
         `[n, S]` float32.
     """
     (queries, heads, width), seen = q.shape, len(keys)
-    out = weights.new_empty(queries, seen, dtype=torch.float32)
+    if out is None:
+        out = q.new_empty(queries, seen, dtype=torch.float32)
     rows, columns, warps = (128, 128, 8) if q.dtype.itemsize < 4 else (32, 32, 4)
     grid = (triton.cdiv(queries, rows), triton.cdiv(seen, columns))
     _index_scores[grid](
@@ -62,10 +64,13 @@ def select_keys(
     with torch.no_grad():
         for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             keys = _in_order(pool, block_table[row], length)
-            size = max(1, SCORE_BYTES // (4 * max(1, length)))
+            size = min(count, max(1, SCORE_BYTES // (4 * max(1, length))))
+            room = q.new_empty(size * length, dtype=torch.float32)  # one for all: torch keeps blocks of every size
             for start in range(0, count, size):
                 stop = min(start + size, count)
-                scores = index_scores(q[row, start:stop], weights[row, start:stop], keys[: length - count + stop])
+                seen = length - count + stop
+                scores = room[: (stop - start) * seen].view(stop - start, seen)
+                index_scores(q[row, start:stop], weights[row, start:stop], keys[:seen], scores)
                 found, at = scores.topk(min(top_k, scores.shape[1]), dim=1)
                 at = at.int().masked_fill(found == float("-inf"), -1)
                 best.append(F.pad(at, (0, top_k - at.shape[1]), value=-1))
