@@ -67,15 +67,16 @@ def imports(name, path):
 
 # A module's floor; it may import from its own floor and the ones before it. First match counts.
 FLOORS = [
-    ("language", r"kimi_graph\.(errors|tree|spec|config|formats|taps|files|hardware|_links)"),
+    ("language", r"kimi_graph\.(errors|tree|spec|config|display|formats|taps|files|hardware|_links)"),
     ("parallel", r"kimi_graph\.parallel"),
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
     ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
     ("files", r"kimi_graph\.(headers|naming|audit|streamed|checkpoint|fixture|sampling)"),
     ("compile", r"kimi_graph\.compile"),
-    ("commands", r"kimi_graph\.(check|shard)"),
+    ("commands", r"kimi_graph\.(check|doctor|shard)"),
     ("plan", r"kimi_graph\.plan"),
+    ("day0", r"kimi_graph\.day0"),
     ("cli", r"kimi_graph\.(cli|__main__)"),
 ]
 

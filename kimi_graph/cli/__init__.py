@@ -1,7 +1,7 @@
 """The command line: reads arguments and the environment, calls one function, prints what came back.
 
 `frame` has exit codes and help, `output` what is printed and where, `options` what commands share; the commands are in
-`planning` (of a model), `making`, `looking` (at a bundle) and `running` (it).
+`planning` (of a model), `making`, `looking` (at a bundle), `running` (it) and `release` (all of that for a new model).
 
 torch takes a second to import, so everything but the frame is imported inside the commands.
 """
@@ -15,31 +15,23 @@ import typer
 
 from kimi_graph import __version__
 
-from . import looking, making, planning, running  # noqa: F401 (each declares its commands)
+# in this order help lists their commands
+from . import planning, making, looking, running, release  # noqa: F401 isort: skip
 from .frame import app
 
 OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
-  kimi-graph targets                                              what there is to run on, with sources
-  kimi-graph plan kimi-linear-48b --target a3                     does it fit, on how many dies, how fast
-  kimi-graph shard kimi-linear-48b --mesh dp=2,tp=8               what each rank of a mesh holds
-  kimi-graph ops kimi-linear-48b --target a3                      whose operators serve it, and their limits
-  kimi-graph compile kimi-linear-48b --target a3 -o build/kl48b   config -> bundle of graphs
-  kimi-graph inspect build/kl48b                                  what is in it
-  kimi-graph fixture kimi-linear-48b -o build/tiny                a small checkpoint of the same kind
-  kimi-graph check build/tiny                                     does it hold the model, and how
-  kimi-graph compile build/tiny --target a3 -o build/tiny-a3
-  kimi-graph lint build/tiny-a3                                   what the files alone prove
-  kimi-graph weights build/tiny-a3                                every rank's weights, ahead, in files
-  kimi-graph verify build/tiny-a3                                 run the graphs, compare with the model
-  kimi-graph buckets build/tiny-a3 --batch 1 --length 4096        which graph serves it, or why none does
-  kimi-graph diff build/tiny-a3 build/new                         what changed, and whether it matters
-  kimi-graph deploy build/tiny-a3                                 what the hosts run, and a runbook
-  kimi-graph bringup build/tiny-a3                                step by step on a machine, to the first difference
+  kimi-graph plan build/tiny --target a3                       does it fit, on how many dies, how fast
+  kimi-graph compile build/tiny --target a3 -o build/tiny-a3   checkpoint or config -> bundle of graphs
+  kimi-graph verify build/tiny-a3                              run the graphs, compare with the model
+  kimi-graph weights build/tiny-a3                             every rank's weights, ahead, in files
+  kimi-graph deploy build/tiny-a3                              what the hosts run, and a runbook
 
-kimi-graph COMMAND --help says more.
+No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
+A new model: kimi-graph day0 MODEL --target a3 -o build/report says what serves it, and what is missing.
+Something is wrong: kimi-graph doctor. All commands: kimi-graph --help; one of them: kimi-graph COMMAND --help.
 """
 
 

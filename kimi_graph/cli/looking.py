@@ -1,7 +1,6 @@
 """Commands that look at a checkpoint or a bundle and run nothing."""
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +8,24 @@ import typer
 
 from kimi_graph.errors import KimiGraphError
 
-from .frame import command
-from .options import WEIGHTS_FORMATS, Cache, Json, Wheel, one_of
+from .frame import ENVIRONMENT, command
+from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of
 from .output import fail, judge, load_config_aloud, show, without_collecting
+
+
+@command
+def doctor(cache_dir: Cache = None) -> None:
+    """Say what is installed here and what works with it. Versions, torchair, CANN, disk and memory; of what does not
+    work the remedy. It runs where torch is broken too. Exit code 1 if something is broken that the basic commands or
+    the library need.
+
+    \b
+    kimi-graph doctor
+    """
+    from kimi_graph.compile.torchair_host import default_cache
+    from kimi_graph.doctor import diagnose
+
+    judge(diagnose(cache_dir or default_cache(os.environ), ENVIRONMENT))
 
 
 @command
@@ -31,7 +45,6 @@ def check(
             help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
         ),
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Say whether a checkpoint holds a model. From the index and the headers of its files, or from the index alone:
     what is missing, unexpected or different, and how each part is stored. Exit code 1 if it could not be loaded.
@@ -40,7 +53,6 @@ def check(
     kimi-graph check build/tiny
     kimi-graph check model.safetensors.index.json --model kimi-k3
     """
-    started = time.perf_counter()
     from kimi_graph.check import check_checkpoint, folder_of
 
     try:
@@ -50,7 +62,7 @@ def check(
             fail(f"{checkpoint}: does not exist; expected a checkpoint's folder, or its index.")
         raise
     report = check_checkpoint(checkpoint, config, weights_format)
-    judge(report, as_json=as_json, started=started)
+    judge(report)
 
 
 @command
@@ -63,7 +75,6 @@ def inspect(
         bool,
         typer.Option("--cost", help="Bytes read and written, against those of weights used and states."),
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
     collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
@@ -73,7 +84,6 @@ def inspect(
     kimi-graph inspect build/kl48b --graph decode
     kimi-graph inspect build/kl48b --cost
     """
-    started = time.perf_counter()
     if cost:
         from kimi_graph.compile.cost import inspect_cost
 
@@ -82,7 +92,7 @@ def inspect(
         from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
 
         found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
-    show(found, as_json=as_json, started=started)
+    show(found)
 
 
 @command
@@ -98,7 +108,6 @@ def lint(
     ] = None,
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
-    as_json: Json = False,
 ) -> None:
     """Prove what a bundle's files alone can show. Hashes; every node is what the target takes; all ranks issue the same
     collectives in the same order, with the same sizes; sums are taken once, before what is not linear; what a pipeline
@@ -109,7 +118,6 @@ def lint(
     kimi-graph lint build/tiny-a3
     kimi-graph lint build/tiny-a3 --model build/tiny --target a3 --cann 9.2 --mesh none
     """
-    started = time.perf_counter()
     with without_collecting():
         from kimi_graph.compile.expect import Expected
         from kimi_graph.compile.lint import lint_bundle
@@ -118,7 +126,7 @@ def lint(
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
         expected = Expected(model=model, target=target, cann=cann, mesh=mesh)
         report = lint_bundle(bundle, host.root, expected)
-    judge(report, as_json=as_json, started=started)
+    judge(report)
 
 
 @command
@@ -130,7 +138,6 @@ def buckets(
     length: Annotated[
         int | None, typer.Option(metavar="L", min=1, help="Tokens of each, prompt and new ones. Default: 1.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Say which graph of a bundle serves a batch and a length, in how many steps, and what is refused and why. Without
     them, all sizes there are. Prefill and decode have one contract: what one refuses the other does too. Exit code 1
@@ -140,17 +147,15 @@ def buckets(
     kimi-graph buckets build/tiny-a3
     kimi-graph buckets build/tiny-a3 --batch 2 --length 200
     """
-    started = time.perf_counter()
     from kimi_graph.compile.buckets import buckets_of
 
-    judge(buckets_of(bundle, batch, length), as_json=as_json, started=started)
+    judge(buckets_of(bundle, batch, length))
 
 
 @command
 def diff(
     old: Annotated[Path, typer.Argument(metavar="A", help="A folder that compile made.")],
     new: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
-    as_json: Json = False,
 ) -> None:
     """Say what changed from bundle A to bundle B, and whether it matters. Model, target, mesh, states, nodes of graphs,
     recipes of weights, operator packages, versions. Exit code 0 if both hold the same bytes (local.json and
@@ -160,10 +165,9 @@ def diff(
     kimi-graph diff build/tiny-a3 build/new
     kimi-graph diff build/tiny-a3 build/new --json
     """
-    started = time.perf_counter()
     from kimi_graph.compile.diff import diff_bundles
 
     found = diff_bundles(old, new)
-    show(found, as_json=as_json, started=started)
+    show(found)
     if not found.same:
         raise typer.Exit(1)

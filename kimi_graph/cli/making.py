@@ -2,7 +2,6 @@
 
 import functools
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,6 @@ from .options import (
     Batch,
     Cache,
     Exchange,
-    Json,
     KvDtype,
     Model,
     MoeChunks,
@@ -35,7 +33,7 @@ from .options import (
     some_of,
     split,
 )
-from .output import close, load_config_aloud, progress_shown, show, without_collecting
+from .output import Made, load_config_aloud, progress_shown, show, tell, without_collecting
 
 
 @command
@@ -121,20 +119,17 @@ def compile(  # noqa: A001 (the command's name)
     kimi-graph compile build/tiny --target 950dt --batch 2 --chunk 32 --max-len 256 -o build/tiny-950
     """
     if out is None and not dry_run:
-        raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="'-o'")
+        raise typer.BadParameter("say where the bundle goes, or --dry-run.", param_hint="-o")
     if devices is not None and mesh is not None:
-        raise typer.BadParameter(
-            "--mesh says how many dies there are; leave one of them out.", param_hint="'--devices'"
-        )
+        raise typer.BadParameter("--mesh says how many dies there are; leave one of them out.", param_hint="--devices")
     if devices is not None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
             "it chooses --exchange, --split-cache, --moe-chunks and --pad itself; give a --mesh for your own.",
-            param_hint="'--devices'",
+            param_hint="--devices",
         )
     source = Path(model) if Path(model).is_dir() and model not in presets() else None
     if golden and (dry_run or source is None):
-        raise typer.BadParameter("is recorded from a run: give a checkpoint's folder and -o.", param_hint="'--golden'")
-    started = time.perf_counter()
+        raise typer.BadParameter("it is recorded from a run: give a checkpoint's folder and -o.", param_hint="--golden")
     with without_collecting(), progress_shown() as progress:
         from kimi_graph.compile.targets import target as find_target
 
@@ -156,7 +151,7 @@ def compile(  # noqa: A001 (the command's name)
                 )
             ).best  # fmt: skip
             weights_format = best.request.weights_format
-            print(
+            tell(
                 f"mesh      {best.choice}: the best of {dies(devices, profile)} for "
                 f"{several(best.request.rows, 'sequence')}, --weights-format {weights_format}"
             )
@@ -193,8 +188,8 @@ def compile(  # noqa: A001 (the command's name)
             from kimi_graph.compile.golden import write_golden
 
             progress("golden", 0, 0)
-            print(f"golden    {write_golden(out, source, golden)} cases of single operators")
-    show(made, as_json=False, started=started, where=None if dry_run else out)
+            tell(f"golden    {write_golden(out, source, golden)} cases of single operators")
+    show(made, None if dry_run else out)
 
 
 @command
@@ -217,14 +212,14 @@ def fixture(
     \b
     kimi-graph fixture kimi-linear-48b -o build/tiny
     """
-    started = time.perf_counter()
     from kimi_graph.fixture import make_fixture
 
     made = make_fixture(
         load_config_aloud(model), out, layers=layers, seed=seed, overwrite=overwrite, quantised=quantised, ways=tp
     )
     shape = f"{len(made.config.layers)} layers, {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
-    close(f"fixture of {model}: {shape}", started, out)
+    facts = {"folder": str(out), "layers": len(made.config.layers), "tensors": made.tensors, "bytes": made.bytes}
+    show(Made(f"fixture of {model}: {shape}", facts), out)
 
 
 @command
@@ -241,7 +236,6 @@ def weights(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Write the weights of a bundle's ranks, as their graphs read them, into the bundle. What ranks have in common is
     there once, and the checkpoint is read once. Interrupted, it goes on when it is run again; when all is there, it
@@ -251,7 +245,6 @@ def weights(
     kimi-graph weights build/tiny-a3
     kimi-graph weights build/k31-4 --checkpoint build/k31 --ranks 0-3 --verify
     """
-    started = time.perf_counter()
     with without_collecting(), progress_shown(of_bytes=True) as progress:
         from kimi_graph.compile.write_weights import parse_ranks, write_weights
 
@@ -264,7 +257,7 @@ def weights(
             dry=dry_run,
             progress=progress,
         )
-    show(report, as_json=as_json, started=started)
+    show(report)
 
 
 kernels = typer.Typer(cls=Group, rich_markup_mode=None, help="Ascend C kernels of this project's operators.")
@@ -282,11 +275,11 @@ def export_kernels(
     \b
     kimi-graph kernels export build/kernels
     """
-    started = time.perf_counter()
     from kimi_graph.ops.kernel_project import SOCS, commands
     from kimi_graph.ops.kernel_project import export_kernels as export
 
     made = export(out, overwrite=overwrite)
-    print(f"on a host with CANN, in {out} (for A3; A2 is {SOCS[0]}, 950 is {SOCS[2]}):")
-    print("\n".join(f"  {line}" for line in commands(SOCS[1])))
-    close(f"operator project of {', '.join(made.operators)}: {made.files} files", started, out)
+    lines = [f"on a host with CANN, in {out} (for A3; A2 is {SOCS[0]}, 950 is {SOCS[2]}):"]
+    lines += [f"  {line}" for line in commands(SOCS[1])]
+    facts = {"folder": str(out), "operators": made.operators, "files": made.files, "commands": commands(SOCS[1])}
+    show(Made(f"operator project of {', '.join(made.operators)}: {made.files} files", facts, tuple(lines)), out)

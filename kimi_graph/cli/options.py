@@ -22,7 +22,7 @@ WEIGHTS_FORMATS = ("native", "bf16", "int8-g32", "int4")
 def one_of(legal: tuple[str, ...], what: str) -> Callable[[Any], Any]:
     def read(text: str | None) -> str | None:
         if text is not None and text not in legal:
-            raise typer.BadParameter(f"unknown {what} {text!r}; one of {', '.join(legal)}.")
+            raise typer.BadParameter(f"unknown {what} {text!r}; expected one of {', '.join(legal)}.")
         return text
 
     return read
@@ -57,7 +57,6 @@ Model = Annotated[
         autocompletion=presets,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Providers = Annotated[
     str,
     typer.Option(metavar="P,P", help=f"Whose operators to take, the first that can: {PROVIDERS}; builtin is CANN's."),

@@ -1,19 +1,25 @@
 """What commands print: results and errors, progress, and the line a command ends with.
 
-Standard output holds the result (with `--json` nothing but JSON, of a refusal an object with `error`); progress and
-errors go to standard error.
+Standard output holds the result (with `--json` nothing but JSON, of a refusal an object with `error`); progress, notes
+and errors go to standard error. With `--quiet` the last line is all there is, and errors.
 """
 
 import contextlib
 import gc
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import typer
+
+WIDTH = 100  # columns; a narrower terminal has fewer
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
@@ -36,37 +42,104 @@ class Result(Protocol):
         ...
 
 
-def fail(message: str, *, as_json: bool = False) -> NoReturn:
-    if as_json:
-        print(json.dumps({"error": message}, indent=2))
-    print(f"error: {message}", file=sys.stderr)
+@dataclass(frozen=True)
+class Made:
+    """The result of a command whose function gives no `Result`. `facts`: for a program."""
+
+    summary: str
+    facts: dict[str, Any]
+    lines: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def to_json(self) -> Any:
+        return self.facts
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the command that runs prints; every command takes `--json` and `--quiet` (`frame.command`)."""
+
+    as_json: bool = False
+    quiet: bool = False
+    started: float = field(default_factory=time.perf_counter)
+
+
+manner: ContextVar[Manner] = ContextVar("manner", default=Manner())  # noqa: B039 (frozen)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with an error, and exit code 1."""
+    refuse(message)
     raise typer.Exit(1) from None
 
 
-def show(result: Result, *, as_json: bool, started: float, where: Path | None = None) -> None:
-    if as_json:
+def refuse(message: str) -> None:
+    """Say that something cannot be: an object for a program, and a line for a reader."""
+    if manner.get().as_json:
+        print(json.dumps({"error": message}, indent=2))
+    print_error(message)
+
+
+def print_error(message: str) -> None:
+    """On a terminal in lines of whole words; else as it is, so that a program finds its words in one line."""
+    text = f"error: {message}"
+    if sys.stderr.isatty():
+        text = in_columns(text, min(WIDTH, shutil.get_terminal_size().columns))
+    print(text, file=sys.stderr)
+
+
+def in_columns(text: str, width: int = WIDTH) -> str:
+    """Lines that are too long, broken between words; names and paths stay whole, lines that fit as they are."""
+
+    def lines() -> Iterator[str]:
+        for line in text.splitlines():
+            indent = " " * (len(line) - len(line.lstrip()) + 2)
+            broken = textwrap.wrap(
+                line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+            )
+            yield from broken if len(line) > width else [line]
+
+    return "\n".join(lines())
+
+
+def note(words: str) -> None:
+    """Something to know, on standard error."""
+    if not manner.get().quiet:
+        print(words, file=sys.stderr)
+
+
+def tell(line: str) -> None:
+    """A line of the result before it is whole."""
+    if not (manner.get().as_json or manner.get().quiet):
+        print(line)
+
+
+def show(result: Result, where: Path | None = None) -> None:
+    """Print a result, and the line a command ends with: what was made, where, how long it took."""
+    how = manner.get()
+    if how.as_json:
         print(json.dumps(result.to_json(), indent=2))
         return
-    if text := result.text():
+    if not how.quiet and (text := result.text()):
         print(text)
-    close(result.summary, started, where)
+    print(f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s")
 
 
-def judge(report: Any, *, as_json: bool, started: float) -> None:
+def _place(where: Path | None) -> str:
+    return f" -> {where}" if where else ""
+
+
+def judge(report: Any, where: Path | None = None) -> None:
     """Show a result that may have failed: then the last line is an error, and the exit code 1."""
-    if report.passed or as_json:
-        show(report, as_json=as_json, started=started)
+    if report.passed or manner.get().as_json:
+        show(report, where)
     else:
-        print(report.text())
-        fail(report.summary)
+        tell(report.text())
+        print_error(f"{report.summary}{_place(where)}")
     if not report.passed:
         raise typer.Exit(1)
-
-
-def close(what: str, started: float, where: Path | None = None) -> None:
-    """The line a command ends with: what was made, where, how long it took."""
-    place = f" -> {where}" if where else ""
-    print(f"{what}{place} in {time.perf_counter() - started:.1f} s")
 
 
 def load_config_aloud(model: str) -> Any:
@@ -75,7 +148,7 @@ def load_config_aloud(model: str) -> Any:
 
     config = load_config(model)
     for words in config.assumptions:
-        print(f"assumed: {words}", file=sys.stderr)
+        note(f"assumed: {words}")
     return config
 
 
@@ -93,6 +166,8 @@ def progress_shown(*, of_bytes: bool = False) -> Iterator[Progress]:
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def tell(what: str, done: int, total: int) -> None:
+            if manner.get().quiet:
+                return
             if total and sys.stderr.isatty():
                 if what not in bars:
                     bars[what] = stack.enter_context(_bar(what, of_bytes))

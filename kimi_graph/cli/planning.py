@@ -1,7 +1,6 @@
 """Commands that answer questions about a model, before anything is made of it."""
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +19,6 @@ from .options import (
     Batch,
     Cache,
     Exchange,
-    Json,
     KvDtype,
     Model,
     MoeChunks,
@@ -35,7 +33,7 @@ from .options import (
     some_of,
     split,
 )
-from .output import Result, judge, load_config_aloud, progress_shown, show, without_collecting
+from .output import Result, judge, load_config_aloud, manner, progress_shown, show, without_collecting
 
 
 @command
@@ -43,7 +41,6 @@ def targets(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help=f"One of {TARGETS}, with the source of every number.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Show what graphs can be made for. Memory, rates, buffers and links of one die, the unit of a mesh; with a name,
     the source of every number and whether it is published, derived or assumed.
@@ -52,10 +49,9 @@ def targets(
     kimi-graph targets
     kimi-graph targets a3-superpod
     """
-    started = time.perf_counter()
     from kimi_graph.plan.profiles import profiles
 
-    show(profiles(name), as_json=as_json, started=started)
+    show(profiles(name))
 
 
 @command
@@ -116,7 +112,6 @@ def plan(
     claims: Annotated[
         bool, typer.Option("--claims", help="Check what is said of such models; no MODEL needed.")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Say whether a model fits, on how many dies, on which mesh and how fast. What every rank holds, byte by byte;
     times of prefill and decode by a roofline, with what bounds them; the compile command. Nothing is measured: rates
@@ -130,19 +125,18 @@ def plan(
     kimi-graph plan --claims
     """
     if not claims and (model is None or target is None):
-        raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="'MODEL'")
+        raise typer.BadParameter("say which MODEL and which --target, or --claims.", param_hint="MODEL")
     wanted = (model, target, devices, mesh, max_len, batch, ttft, tpot, html)
     if claims and any(x is not None for x in wanted):
-        raise typer.BadParameter("it takes --factor and --json alone; leave the rest out.", param_hint="'--claims'")
+        raise typer.BadParameter("it takes --factor and --json alone; leave the rest out.", param_hint="--claims")
     for flag, limit in (("--ttft", ttft), ("--tpot", tpot)):
         if limit is not None and not limit > 0:
-            raise typer.BadParameter("expected more than 0.", param_hint=f"'{flag}'")
+            raise typer.BadParameter("expected more than 0.", param_hint=f"{flag} {limit:g}")
     if mesh is None and (pad or exchange or split_cache or moe_chunks > 1):
         raise typer.BadParameter(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
-            param_hint="'--mesh'",
+            param_hint="--mesh",
         )
-    started = time.perf_counter()
     with without_collecting():
         if target is not None:
             from kimi_graph.compile.targets import target as find_target
@@ -173,7 +167,7 @@ def plan(
                 from kimi_graph.plan.html import write_html
 
                 write_html(found, html)
-    show(found, as_json=as_json, started=started, where=html)
+    show(found, html)
 
 
 @command
@@ -206,7 +200,6 @@ def shard(
     max_len: Annotated[
         int | None, typer.Option(metavar="L", min=1, help="Longest sequence, tokens. Default: 4,096.")
     ] = None,
-    as_json: Json = False,
 ) -> None:
     """Say what every rank of a mesh holds, or why the mesh cannot be. Placement, local shape and bytes of each kind of
     parameter, what is the same on several ranks and why, stages and what they hand on, the collectives of each kind of
@@ -218,8 +211,7 @@ def shard(
     kimi-graph shard kimi-k3.1-pro --devices 128
     """
     if (mesh is None) == (devices is None):
-        raise typer.BadParameter("say either which mesh, or --devices N for a list of them.", param_hint="'--mesh'")
-    started = time.perf_counter()
+        raise typer.BadParameter("say either which mesh, or --devices N for a list of them.", param_hint="--mesh")
     with without_collecting():
         from kimi_graph.config import arranged
         from kimi_graph.parallel.mesh import Mesh
@@ -243,7 +235,7 @@ def shard(
             found: Result = meshes_of(request, devices)
         else:
             found = shard_model(request) if explain is None else explain_parameter(request, explain)
-    show(found, as_json=as_json, started=started)
+    show(found)
 
 
 @command
@@ -272,7 +264,6 @@ def ops(
     markdown: Annotated[bool, typer.Option("--markdown", help="Tables for a release note.")] = False,
     torch_npu_wheel: Wheel = None,
     cache_dir: Cache = None,
-    as_json: Json = False,
 ) -> None:
     """Say which operator serves what in each kind of layer. Whose it is and why that one, how it is known to work on a
     device, and its limits with the numbers of this model, mesh, chip and release. Exit code 1 if something cannot be
@@ -282,9 +273,8 @@ def ops(
     kimi-graph ops kimi-k3.1-pro --target a3 --cann 9.1 --mesh pp=4,tp=32
     kimi-graph ops kimi-linear-48b --target a3 --providers builtin,vllm-ascend,composed --markdown
     """
-    if as_json and markdown:
-        raise typer.BadParameter("a report is either --markdown or --json.", param_hint="'--markdown'")
-    started = time.perf_counter()
+    if manner.get().as_json and markdown:
+        raise typer.BadParameter("a report is either --markdown or --json.", param_hint="--markdown")
     with without_collecting(), progress_shown() as progress:
         from kimi_graph.compile.targets import target as find_target
 
@@ -311,4 +301,4 @@ def ops(
             torch_npu_wheel=torch_npu_wheel,
             cache_dir=cache_dir or default_cache(os.environ),
         )
-    judge(report, as_json=as_json, started=started)
+    judge(report)

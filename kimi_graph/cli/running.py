@@ -1,14 +1,13 @@
 """Commands that run a bundle, or write what hosts run."""
 
 import os
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .frame import command
-from .options import KERNELS, MODES, Cache, Json, one_of, some_of, split
+from .options import KERNELS, MODES, Cache, one_of, some_of, split
 from .output import judge, progress_shown, show, without_collecting
 
 
@@ -43,7 +42,6 @@ def verify(
         ),
     ] = "semantics",
     cache_dir: Cache = None,
-    as_json: Json = False,
 ) -> None:
     """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
     decode steps; every output and every state is compared. Exit code 1 if one differs.
@@ -52,7 +50,6 @@ def verify(
     kimi-graph verify build/tiny-a3 --steps 8
     kimi-graph verify build/tiny-a3 --bisect
     """
-    started = time.perf_counter()
     with progress_shown() as progress:
         from kimi_graph.compile.torchair_host import default_cache
         from kimi_graph.compile.verify import verify_bundle
@@ -68,7 +65,7 @@ def verify(
             kernels=(cache_dir or default_cache(os.environ)) / "twin" if kernels == "twin" else None,
             progress=progress,
         )
-    judge(report, as_json=as_json, started=started)
+    judge(report)
 
 
 @command
@@ -88,7 +85,6 @@ def deploy(
     example: Annotated[
         bool, typer.Option("--example", help="Print a hosts file of the right size, to be filled in, and do nothing.")
     ] = False,
-    as_json: Json = False,
 ) -> None:
     """Write what each host and rank of a bundle runs. Rank table, groups, environment, start scripts, commands for
     offline models, a loader in C++, and a runbook with this bundle's numbers. Nothing of it has run on a device. Hosts
@@ -98,7 +94,6 @@ def deploy(
     kimi-graph deploy build/k31-4 --example
     kimi-graph deploy build/k31-4 --hosts build/hosts.json -o build/k31-4.deploy
     """
-    started = time.perf_counter()
     with without_collecting():
         from kimi_graph.compile.deploy import deploy_bundle, hosts_example
 
@@ -106,7 +101,7 @@ def deploy(
             print(hosts_example(bundle))
             return
         made = deploy_bundle(bundle, hosts, out, cann)
-    show(made, as_json=as_json, started=started, where=made.folder)
+    show(made, made.folder)
 
 
 @command
@@ -124,7 +119,6 @@ def bringup(
         typer.Option("-o", "--out", metavar="DIR", help="Report and journal. Default: BUNDLE.bringup, beside it."),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Try again what passed before.")] = False,
-    as_json: Json = False,
 ) -> None:
     """Try a bundle on a machine, step by step. Environment, groups of ranks, operators against golden cases, a layer of
     each kind, every stage, all ranks. Stops at the first tensor that differs, and says whose it is and what would
@@ -135,7 +129,6 @@ def bringup(
     kimi-graph bringup build/tiny-a3
     kimi-graph bringup build/k31-4 --deploy build/k31-4.deploy -o build/report
     """
-    started = time.perf_counter()
     with progress_shown() as progress:
         from kimi_graph.compile.bringup import bring_up
 
@@ -146,4 +139,4 @@ def bringup(
             device = open_device(bundle, deployment, os.environ)
         where = out or bundle.with_name(f"{bundle.resolve().name}.bringup")
         report = bring_up(bundle, device, checkpoint=checkpoint, out=where, restart=restart, progress=progress)
-    judge(report, as_json=as_json, started=started)
+    judge(report)
