@@ -49,7 +49,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, out: Tensor | None = 
         out = q.new_empty(queries, seen, dtype=torch.float32)
     rows, columns, warps = (128, 128, 8) if q.dtype.itemsize < 4 else (32, 32, 4)
     grid = (triton.cdiv(queries, rows), triton.cdiv(seen, columns))
-    _index_scores[grid](
+    _index_scores[grid](  # pyright: ignore[reportIndexIssue]
         q.contiguous(), weights.contiguous(), keys.contiguous(), out, queries, seen, heads, width, rows, columns,
         num_warps=warps, num_stages=2,
     )  # fmt: skip
