@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import absorbed, latent_heads, padded_heads
-from .base import at_least_f32, at_once, empty_like, may_overwrite, operator, transformed
+from .base import at_least_f32, at_once, empty_like, operator, transformed
+from .cache import put_in_pages
 from .offers import Offer, cannot
 
 NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
@@ -31,11 +32,7 @@ def index_write(key: Tensor, pool: Tensor, slot_mapping: Tensor) -> Tensor:
         key: `[B, T, K]`. pool: `[P, page, K]`.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
-    flat, rows = pool.flatten(0, 1), key.flatten(0, 1).to(pool.dtype)
-    if may_overwrite(pool):
-        flat.index_copy_(0, slot_mapping, rows)
-        return pool
-    return flat.index_copy(0, slot_mapping, rows).view(pool.shape)
+    return put_in_pages(pool, slot_mapping, key)
 
 
 @index_write.fake
