@@ -66,7 +66,9 @@ class Launch:
     def command(self) -> list[str]:
         """The server's command line."""
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
-        words += ["--host", self.host, "--port", str(self.port), "--enforce-eager", "--enable-prefix-caching"]
+        words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
+        # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
+        words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):

@@ -35,7 +35,6 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
-    assert "--enforce-eager" in words
     assert "--trust-remote-code" not in words
 
 
