@@ -290,7 +290,7 @@ def test_what_a_making_command_made_is_json_too(run, tmp_path):
 
 def test_a_long_result_is_broken_on_a_terminal_but_for_commands_and_whole_elsewhere(monkeypatch, capsys):
     words, command = "head      " + "nine-word " * 30, "compile   kimi-graph compile " + "-o build/x " * 12
-    made = output.Made("done", {}, f"{words}\n{command}")
+    made = output.Made("done", {}, (words, command))
     output.show(made)
     assert capsys.readouterr().out.splitlines()[:2] == [words, command]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
