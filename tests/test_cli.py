@@ -275,6 +275,26 @@ def test_quiet_leaves_the_last_line_alone(run, arguments):
     assert re.fullmatch(r".+ in \d+\.\d s\n", result.stdout)
 
 
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("comp", ["compile"]),
+        ("compile kimi-k3", ["kimi-k3", "kimi-k3.1-pro"]),
+        ("compile m --targ", ["--target"]),
+        ("compile m --target a3", ["a3", "a3-superpod"]),
+        ("compile m --cann 9", ["9.1", "9.2"]),
+        ("verify b --mode n", ["native"]),
+        ("kernels e", ["export"]),
+    ],
+)
+def test_a_shell_completes_commands_options_presets_and_choices(monkeypatch, line, offered):
+    monkeypatch.setenv("COMP_WORDS", f"kimi-graph {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+    monkeypatch.setenv("_KIMI_GRAPH_COMPLETE", "complete_bash")
+    result = CliRunner().invoke(cli.app, [], prog_name="kimi-graph")
+    assert result.stdout.split() == offered
+
+
 def test_every_command_takes_json_and_quiet(run):
     for command in (*([c] for c in COMMANDS), ["kernels", "export"]):
         text = run([*command, "--help"])[0].output
