@@ -38,7 +38,7 @@ def change(text, diff):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["add-a-layer"])
+@pytest.mark.parametrize("page", ["add-a-layer", "add-a-model"])
 def test_the_page_compiles_and_verifies(page, tmp_path):
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
@@ -47,9 +47,7 @@ def test_the_page_compiles_and_verifies(page, tmp_path):
     commands.parent.mkdir()
     commands.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m kimi_graph "$@"\n')
     (commands.parent / "python").symlink_to(sys.executable)
-    (commands.parent / "pytest").write_text(
-        f'#!/bin/sh\nexec "{sys.executable}" -m pytest -q -p no:cacheprovider "$@"\n'
-    )
+    (commands.parent / "pytest").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pytest -q "$@"\n')
     for command in commands.parent.iterdir():
         if not command.is_symlink():
             command.chmod(0o755)

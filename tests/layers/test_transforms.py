@@ -139,9 +139,12 @@ def test_a_whole_model_has_gradients(made):
 # torch.compile: graphs break where values decide shapes, results are the same.
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo's own, of what it does not trace
-@pytest.mark.parametrize("layer", ["kda"], indirect=True)
+@pytest.mark.parametrize(
+    "layer",
+    ["attn_residual", *(pytest.param(name, marks=pytest.mark.heavy) for name in ("kda", "mla", "moe"))],
+    indirect=True,
+)
 def test_a_compiled_layer_gives_what_it_gave(layer):
     f, p, x = layer
     torch._dynamo.reset()
