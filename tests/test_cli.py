@@ -427,6 +427,17 @@ def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
     assert capsys.readouterr() == ("", "Downloading ...\nTracing ...\n")
 
 
+def test_what_takes_a_moment_has_neither_bar_nor_line(monkeypatch, capsys):
+    with progress_shown(bars_alone=True) as progress:
+        progress("lint", 0, 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    token = output.manner.set(output.Manner())  # a command that began now
+    with progress_shown() as progress:
+        progress("lint", 0, 2)
+    output.manner.reset(token)
+    assert capsys.readouterr() == ("", "")
+
+
 def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")

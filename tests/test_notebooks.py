@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import importlib.util
 import json
 import re
 import subprocess
@@ -9,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kimi_graph
 
 ROOT = Path(kimi_graph.__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 NAMES = ["01_a_layer", "02_sparse_attention", "03_a_model", "04_a_mesh", "05_a_graph", "06_vision"]
+COMMITTED_ON = "2.13."  # the torch of what is committed, and of continuous integration
 
 pytestmark = [
     pytest.mark.notebooks,
@@ -65,7 +68,8 @@ def test_a_notebook_runs_and_says_what_is_committed(name, tmp_path):
     command = [sys.executable, str(FOLDER / "run.py"), name, "--to", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert said(name, tmp_path) == said(name), f"run: python notebooks/run.py {name}"
+    if torch.__version__.startswith(COMMITTED_ON):  # another release's torchair may make other nodes
+        assert said(name, tmp_path) == said(name), f"run: python notebooks/run.py {name}"
     pictures = [sum(kind == "image/png" for _, kind, _ in outputs(name, folder)) for folder in (tmp_path, FOLDER)]
     assert pictures[0] == pictures[1] >= 3
 
@@ -114,3 +118,42 @@ def test_links_between_notebooks_lead_somewhere():
         text = "".join(joined(cell["source"]) for cell in cells(name) if cell["cell_type"] == "markdown")
         targets = re.findall(r"\]\(([^)#:]+)\)", text)
         assert targets and all((FOLDER / target).is_file() for target in targets)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ran(*outputs):
+    """A notebook of one cell that was run."""
+    from nbformat.v4 import new_code_cell, new_notebook, new_output
+
+    made = [new_output("stream", name=name, text=text) for name, text in outputs]
+    result = new_output("execute_result", data={"text/plain": "2"}, execution_count=7)
+    cell = new_code_cell(
+        "1 + 1", execution_count=7, outputs=[*made, result], metadata={"execution": {"started": "now"}}
+    )
+    return new_notebook(cells=[cell], metadata={"language_info": {"name": "python", "version": "3.11.7"}})
+
+
+def test_what_is_kept_of_a_run_is_what_every_run_gives(runner):
+    whole = runner.tidy(ran(("stdout", "one two"), ("stderr", "fetching ...")))
+    cut = runner.tidy(ran(("stderr", "fetching ..."), ("stdout", "one "), ("stdout", "two")))
+    assert whole == cut
+    (cell,) = whole.cells
+    assert [output.get("text") for output in cell.outputs] == ["one two", None]
+    assert (cell.id, cell.metadata, cell.execution_count, cell.outputs[1].execution_count) == (
+        "cell-00",
+        {},
+        None,
+        None,
+    )
+
+
+def test_a_notebook_that_warns_is_noticed(runner):
+    assert runner.warnings(ran(("stderr", "x.py:1: DeprecationWarning: old"))) == ["x.py:1: DeprecationWarning: old"]
+    assert not runner.warnings(ran(("stderr", "torch-npu: fetching 44 MB"), ("stdout", "UserWarning is a class")))

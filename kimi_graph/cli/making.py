@@ -148,7 +148,8 @@ def compile(  # noqa: A001 (the command's name)
                     model=model, config=config, target=profile, devices=devices, batch=batch, max_len=max_len,
                     page=page or 128, chunk=chunk, weights_format=weights_format, kv_dtype=kv_dtype,
                     redundant_experts=redundant_experts,
-                )
+                ),
+                progress=progress,
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             tell(

@@ -19,10 +19,10 @@ from typing import Any, NoReturn, Protocol
 
 import typer
 
-WIDTH = 100  # columns; a narrower terminal has fewer
+from kimi_graph.progress import Notify
 
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
+WIDTH = 100  # columns; a narrower terminal has fewer
+PATIENCE = 1.0  # seconds of a command before there are bars
 
 
 class Result(Protocol):
@@ -153,11 +153,12 @@ def load_config_aloud(model: str) -> Any:
 
 
 @contextlib.contextmanager
-def progress_shown(*, of_bytes: bool = False) -> Iterator[Progress]:
+def progress_shown(*, of_bytes: bool = False, bars_alone: bool = False) -> Iterator[Notify]:
     """On standard error: a line per task, and on a terminal a bar for those whose end is known.
 
     Args:
         of_bytes: numbers are bytes; they and their speed are shown.
+        bars_alone: no lines, of what is done in a few seconds.
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
@@ -166,13 +167,16 @@ def progress_shown(*, of_bytes: bool = False) -> Iterator[Progress]:
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def tell(what: str, done: int, total: int) -> None:
-            if manner.get().quiet:
+            how = manner.get()
+            if how.quiet:
                 return
             if total and sys.stderr.isatty():
+                if time.perf_counter() - how.started < PATIENCE:
+                    return
                 if what not in bars:
                     bars[what] = stack.enter_context(_bar(what, of_bytes))
                 bars[what](done, total)
-            elif what not in begun:
+            elif what not in begun and not bars_alone:
                 begun.add(what)
                 print(f"{what} ...", file=sys.stderr, flush=True)
 

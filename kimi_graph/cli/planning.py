@@ -137,7 +137,7 @@ def plan(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
             param_hint="--mesh",
         )
-    with without_collecting():
+    with without_collecting(), progress_shown(bars_alone=True) as progress:
         if target is not None:
             from kimi_graph.compile.targets import target as find_target
 
@@ -161,7 +161,8 @@ def plan(
                     mesh=None if mesh is None else Mesh.parse(mesh), weights_format=weights_format, kv_dtype=kv_dtype,
                     page=page, chunk=chunk, exchange=exchange, split_cache=split_cache, pad=pad,
                     redundant_experts=redundant_experts, moe_chunks=moe_chunks, factors=factors,
-                )
+                ),
+                progress=progress,
             )  # fmt: skip
             if html is not None:
                 from kimi_graph.plan.html import write_html
