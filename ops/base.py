@@ -54,7 +54,7 @@ def transformed() -> bool:
 
 def mapped(x: torch.Tensor) -> bool:
     """Whether `torch.func.vmap` maps over `x`: then its values are many, and cannot be asked for."""
-    functorch = torch._C._functorch
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
             return True
