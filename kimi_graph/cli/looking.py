@@ -9,7 +9,7 @@ import typer
 from kimi_graph.errors import KimiGraphError
 
 from .frame import ENVIRONMENT, command
-from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of
+from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of, words_of
 from .output import fail, judge, load_config_aloud, progress_shown, show, without_collecting
 
 
@@ -42,6 +42,7 @@ def check(
         typer.Option(
             metavar="F",
             callback=one_of(WEIGHTS_FORMATS, "weights format"),
+            autocompletion=words_of(WEIGHTS_FORMATS),
             help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
         ),
     ] = None,
