@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import zlib
@@ -83,9 +84,13 @@ def server(folder):
     while (line := process.stdout.readline()) and "answers on" not in line:
         pass
     assert line, "the server ended"
+    rest = threading.Thread(target=process.stdout.read)  # a full pipe would stop the server
+    rest.start()
     yield process, command, line
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 128 + signal.SIGTERM
+    rest.join()
+    process.stdout.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5)
 
@@ -94,7 +99,8 @@ def server(folder):
 def client(server):
     import openai
 
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=60)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
 
 
 def said(client, content, **options):
@@ -103,7 +109,8 @@ def said(client, content, **options):
 
 
 def healthy():
-    return urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=30).status == 200
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=30) as answer:
+        return answer.status == 200
 
 
 def picture(width, height, shade):
