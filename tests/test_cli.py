@@ -308,6 +308,18 @@ def test_what_a_making_command_made_is_json_too(run, tmp_path):
     assert "KdaStep" in json.loads(result.stdout)["operators"]
 
 
+def test_a_long_result_is_broken_on_a_terminal_but_for_commands_and_whole_elsewhere(monkeypatch, capsys):
+    words, command = "head      " + "nine-word " * 30, "compile   kimi-graph compile " + "-o build/x " * 12
+    made = output.Made("done", {}, (words, command))
+    output.show(made)
+    assert capsys.readouterr().out.splitlines()[:2] == [words, command]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    output.show(made)
+    *lines, last, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 100 and last == command
+
+
 def test_a_long_error_is_broken_between_words_on_a_terminal_and_whole_elsewhere(monkeypatch, capsys):
     message = "b: " + "nine-word " * 30
     output.print_error(message)
