@@ -93,8 +93,8 @@ def _fitted(text: str, stream: TextIO) -> str:
 
 
 def in_columns(text: str, width: int = WIDTH) -> str:
-    """Lines that are too long, broken between words; names and paths stay whole, lines that fit and commands as they
-    are."""
+    """Lines that are too long, broken between words; names and paths stay whole, lines that fit as they are, and so do
+    commands, which are copied, outside of an error's sentence."""
 
     def lines() -> Iterator[str]:
         for line in text.splitlines():
@@ -102,7 +102,8 @@ def in_columns(text: str, width: int = WIDTH) -> str:
             broken = textwrap.wrap(
                 line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
             )
-            yield from broken if len(line) > width and "kimi-graph " not in line else [line]
+            sentence = line.startswith("error: ") or "kimi-graph " not in line
+            yield from broken if len(line) > width and sentence else [line]
 
     return "\n".join(lines())
 
