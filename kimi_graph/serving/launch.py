@@ -59,8 +59,8 @@ class Launch:
             raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
-        if self.mesh.data * self.mesh.context > 1:
-            raise ConfigError(f"--mesh {self.mesh}: the engine's ranks are split by pp and tp alone.")
+        if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
+            raise ConfigError(f"--mesh {self.mesh}: served by pipeline stages alone; nearest pp={self.mesh.pipe}.")
 
     @property
     def command(self) -> list[str]:

@@ -45,7 +45,8 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
         ({"max_len": 0}, "nearest 1"),
         ({"max_len": 10**9}, "nearest 1,048,576"),
         ({"port": 70000}, "1 to 65535"),
-        ({"mesh": Mesh(data=2)}, "pp and tp alone"),
+        ({"mesh": Mesh(data=2)}, "pipeline stages alone"),
+        ({"mesh": Mesh(tensor=2)}, "nearest pp=1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(tiny, changes, words):
