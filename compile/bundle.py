@@ -89,6 +89,13 @@ class Bundle:
             path = inside(self.folder, entry["file"])
             _compare_hash(file_hash(path) if path.is_file() else "none", entry["sha256"], path)
 
+    def check_files(self) -> None:
+        """Raises BundleError where a file that the manifest lists is missing, changed or damaged."""
+        for entry in self.manifest["graphs"]:
+            self.graph_bytes(entry)
+        self.check_constants()
+        self.kernels_state()
+
     def kernels_state(self) -> str:
         """What there is of the operator project, in words; "none" where no graph needs one.
 
@@ -163,7 +170,7 @@ def read_json(path: Path) -> Any:
     except OSError as e:
         raise BundleError(f"{path}: {e.strerror or e}; this is not a whole bundle.") from None
     except ValueError as e:
-        raise BundleError(f"{path}: not JSON ({e}).") from None
+        raise BundleError(f"{path}: not JSON ({e}). Is the file complete?") from None
 
 
 def open_bundle(folder: str | Path) -> Bundle:

@@ -79,6 +79,8 @@ def diff_bundles(old: Path, new: Path) -> Difference:
         BundleError: one is none, or is damaged.
     """
     first, second = open_bundle(old), open_bundle(new)
+    for bundle in (first, second):
+        bundle.check_files()
     with as_written(old), as_written(new):
         changes = tuple(_changes(first, second))
     return Difference(str(old), str(new), changes)

@@ -23,7 +23,7 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.progress import Notify, silent
 
 from . import air
-from .bundle import Bundle, as_written, open_bundle
+from .bundle import WRITTEN, Bundle, as_written, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
 from .expect import Expected, bundle_config
@@ -34,6 +34,7 @@ from .order import COLLECTIVE, order_collectives
 from .places import group_of
 from .prototypes import Prototypes
 from .sums import check_sums, weight_dims
+from .written import INDEX
 
 LOOSE = ("_", "input_layout_info", "output_layout_info")  # attributes that say nothing about what a node does
 
@@ -148,7 +149,11 @@ def _prove(name: str, folder: Path, proof: Callable[[], str]) -> Proof:
 def _files(files: Files) -> str:
     files.bundle.check_constants()
     check_claims(files.bundle, files.config, files.models)
-    return f"{len(files.models)} graphs have the hashes, shapes, weights and states that the manifest says"
+    ahead = (files.bundle.folder / WRITTEN / INDEX).is_file()
+    return (
+        f"{len(files.models)} graphs have the hashes, shapes, weights and states that the manifest says"
+        f"{'; weights made ahead are not read: kimi-graph weights --verify does' if ahead else ''}"
+    )
 
 
 def _graphs(files: Files, torchair: Path | None) -> str:

@@ -151,9 +151,14 @@ def parse_ranks(text: str) -> list[int]:
     ranks: set[int] = set()
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
-        if found is None or int(found[2] or found[1]) < int(found[1]) or int(found[2] or 0) >= MAX_RANKS:
-            raise BundleError(f"--ranks {text!r}: {word!r} is no rank, and no first and last one; expected 0-3,7.")
-        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+        if found is None:
+            raise BundleError(f"--ranks {text!r}: {word!r} is neither a rank nor a first and a last one, as in 0-3,7.")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise BundleError(f"--ranks {text!r}: {word!r} ends before it starts; write {last}-{first}.")
+        if last >= MAX_RANKS:
+            raise BundleError(f"--ranks {text!r}: rank {last:,} is beyond any mesh; the last is {MAX_RANKS - 1:,}.")
+        ranks.update(range(first, last + 1))
     return sorted(ranks)
 
 

@@ -116,6 +116,19 @@ def test_what_is_no_bundle_or_damaged_is_refused(bundle, copy, tmp_path):
         diff_bundles(bundle, copy)
 
 
+def test_a_bundle_whose_files_are_not_those_of_its_manifest_is_not_the_same(bundle, copy):
+    """The manifest's hashes are what it should hold; a flipped byte or a missing graph is neither."""
+    graph = copy / open_bundle(copy).manifest["graphs"][-1]["file"]
+    data = graph.read_bytes()
+    graph.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for pair in ((bundle, copy), (copy, bundle)):
+        with pytest.raises(BundleError, match=rf"{graph.name}: SHA-256 is .* it was changed or damaged"):
+            diff_bundles(*pair)
+    graph.unlink()
+    with pytest.raises(BundleError, match=rf"{graph.name}: .*the bundle is incomplete"):
+        diff_bundles(bundle, copy)
+
+
 def test_the_exit_code_says_whether_anything_differs(bundle, copy):
     same = CliRunner().invoke(app, ["diff", str(bundle), str(copy)])
     assert (same.exit_code, same.stderr) == (0, "")

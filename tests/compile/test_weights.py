@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -164,9 +165,16 @@ def test_ranks_are_numbers_and_ranges(text, ranks):
     assert parse_ranks(text) == ranks
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1,", "0-99999999", "1.5"])
-def test_what_is_no_list_of_ranks_is_refused(text):
-    with pytest.raises(BundleError, match=r"--ranks .* expected 0-3,7"):
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        *((text, "is neither a rank nor a first and a last one, as in 0-3,7") for text in ("", "a", "-1", "1,", "1.5")),
+        ("3-1", "'3-1' ends before it starts; write 1-3."),
+        ("0-99999999", "rank 99,999,999 is beyond any mesh; the last is"),
+    ],
+)
+def test_what_is_no_list_of_ranks_is_refused(text, words):
+    with pytest.raises(BundleError, match=f"--ranks {text!r}: .*{re.escape(words)}"):
         parse_ranks(text)
 
 
