@@ -127,7 +127,7 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
 def test_help_lists_every_command_and_every_exit_code(run):
     result, _ = run(["--help"])
     listed = re.findall(r"^  (\w+)  +[A-Z]", result.output.partition("Commands:")[2], re.M)
-    assert sorted(listed) == sorted({*COMMANDS, "kernels"})
+    assert sorted(listed) == sorted({*COMMANDS, "kernels", "serve"})
     said = " ".join(result.output.partition("Exit codes: ")[2].split())
     assert [int(part.split()[0]) for part in said.split("; ")] == list(frame.EXIT_CODES)
 
