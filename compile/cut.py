@@ -8,7 +8,7 @@ from kimi_graph.errors import BundleError
 from .executor.graph import Graph, parse
 from .executor.node import Edge, Node
 from .executor.registry import SEMANTICS
-from .ge_proto import ModelDef, OpDef, control_edges, data_edges, set_attr, split_edge
+from .ge_proto import ModelDef, OpDef, control_edges, data_edges, results_of, set_attr, split_edge
 
 CONSTANTS = ("Const", "Constant")
 SOURCES = ("Data", "RefData")
@@ -133,7 +133,7 @@ def probed(model: ModelDef, edges: Iterable[Edge]) -> ModelDef:
     """The graph with these edges among its results, after its own."""
     made = ModelDef.FromString(model.SerializeToString())
     ops = {op.name: op for op in made.graph[0].op}
-    (net,) = [op for op in ops.values() if op.type == "NetOutput"]
+    net = results_of(ops.values())
     controls = list(control_edges(net))
     own = data_edges(net)
     net.input[:] = own

@@ -39,7 +39,7 @@ from .buckets import largest_inputs
 from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
 from .fit import Held, buffer_mib, check_fit, held_by_stage
-from .ge_proto import Dtype, ModelDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
+from .ge_proto import Dtype, ModelDef, TensorDescriptor, bytes_of, get_attr, is_tiled, results_of, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
 from .manifest import is_weight, layout_in, target_of
 from .mesh_manifest import own_axes
@@ -313,7 +313,7 @@ def _graph_lines(d: Deployment, entry: Mapping[str, Any]) -> Iterator[tuple[obje
     for op in sources:
         kind = "state" if op.type == "RefData" else "weight" if is_weight(op) else "input"
         yield described(kind, get_attr(op, "index"), op.name, op.output_desc[0])
-    (results,) = (op.input_desc for op in ops if op.type == "NetOutput")
+    results = results_of(ops).input_desc
     names = entry.get("gives") or [o["name"] for o in entry["outputs"]]
     for i, (name, desc) in enumerate(zip(names, results, strict=True)):
         yield described("output", i, name, desc)

@@ -22,6 +22,8 @@ import torch
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import Message
 
+from kimi_graph.errors import BundleError
+
 T = TypeVar("T")
 
 
@@ -530,6 +532,18 @@ def tensor_value(constant: TensorDef) -> torch.Tensor:
     if flat.numel() != torch.Size(shape).numel():
         raise ValueError(f"constant of shape {shape} and {dtype} holds {len(constant.data)} bytes")
     return flat.reshape(shape)
+
+
+def results_of(ops: Iterable[OpDef]) -> OpDef:
+    """The NetOutput of a graph's nodes.
+
+    Raises:
+        BundleError: there is none, or more than one.
+    """
+    found = [op for op in ops if op.type == "NetOutput"]
+    if len(found) != 1:
+        raise BundleError(f"a graph has {len(found)} NetOutput nodes, expected one; its file was changed or damaged.")
+    return found[0]
 
 
 def split_edge(edge: str) -> tuple[str, int]:

@@ -27,7 +27,7 @@ from .bundle import WRITTEN, Bundle, as_written, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
 from .expect import Expected, bundle_config
-from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, shape_of, split_edge
+from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, results_of, shape_of, split_edge
 from .manifest import check_claims, is_weight, target_of
 from .mesh_manifest import as_dims
 from .order import COLLECTIVE, order_collectives
@@ -324,7 +324,9 @@ def _read(entry: dict[str, Any], model: ModelDef) -> Iterator[tuple[str, tuple[A
 
 def _given(entry: dict[str, Any], model: ModelDef) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """What a stage gives, described as its graph does."""
-    results = next(op for op in model.graph[0].op if op.type == "NetOutput").input_desc
+    results = results_of(model.graph[0].op).input_desc
+    if len(entry["gives"]) != len(results):
+        raise BundleError(f"{entry['name']}: the graph has {len(results)} results, the manifest {len(entry['gives'])}.")
     for name, desc in zip(entry["gives"], results, strict=True):
         yield name, (shape_of(desc), dtype_of(desc))
 

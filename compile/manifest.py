@@ -22,7 +22,7 @@ from kimi_graph.spec import ParamSpec
 from . import caches, mesh_manifest, recipe
 from .at_load import bucket_entries, left_to_do
 from .bundle import MANIFEST, WEIGHTS, Bundle
-from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, shape_of
+from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, dtype_of, get_attr, results_of, shape_of
 from .meshes import Layout, layout_of
 from .packages import own_types, packages_of
 from .phases import Bucket, graph_inputs, stage_parts
@@ -53,7 +53,7 @@ def is_weight(op: OpDef) -> bool:
 def graph_entry(b: Bucket, model: ModelDef, file: str, data: bytes) -> dict[str, Any]:
     """A graph of bucket `b` whose file `file` holds `data`."""
     ops = model.graph[0].op
-    results = next(op for op in ops if op.type == "NetOutput").input_desc
+    results = results_of(ops).input_desc
     counts: dict[str, int] = {}
     for op in ops:
         counts[op.type] = counts.get(op.type, 0) + 1

@@ -29,7 +29,7 @@ from .deploy import DEPLOY, RANK_TABLE, described
 from .device import Groups, Job
 from .executor import Ran
 from .executor.registry import SEMANTICS
-from .ge_proto import ModelDef, dtype_of, get_attr, shape_of
+from .ge_proto import ModelDef, dtype_of, get_attr, results_of, shape_of
 from .order import COLLECTIVE
 from .rank_tables import communicators
 
@@ -173,7 +173,7 @@ def _plan(model: ModelDef, name: str) -> list[str]:
     for op in sources:
         kind = "state" if op.type == "RefData" else "input"
         lines.append(" ".join(map(str, described(kind, get_attr(op, "index"), op.name, op.output_desc[0]))))
-    (net,) = [op for op in ops if op.type == "NetOutput"]
+    net = results_of(ops)
     lines += [" ".join(map(str, described("output", i, f"out.{i}", desc))) for i, desc in enumerate(net.input_desc)]
     return lines
 
@@ -185,7 +185,7 @@ def _bytes(x: Tensor) -> bytes:
 def _read(folder: Path, job: Job) -> Ran:
     """What the loader wrote."""
     ops = {op.name: op for op in job.model.graph[0].op}
-    (net,) = [op for op in ops.values() if op.type == "NetOutput"]
+    net = results_of(ops.values())
     outputs = [_tensor(folder / f"out.{i}.bin", desc) for i, desc in enumerate(net.input_desc)]
     states = {name: _tensor(folder / f"{name}.bin", ops[name].output_desc[0]) for name in job.states}
     return Ran(tuple(outputs), states)

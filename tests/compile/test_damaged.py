@@ -314,6 +314,25 @@ def test_many_damaged_bundles(originals, place, host, kind, command):
     fuzz_bundle(15 if command == "verify" else 60, originals, place, host, kind, [command])
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("command", ["lint", "diff", "verify", "nodes"])
+def test_a_graph_whose_results_are_no_longer_its_own_is_refused(originals, place, host, which, command):
+    """Its last node is of another type, and all hashes fit: nothing but the graph itself says so."""
+    folder = place / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(originals[which], folder)
+    for graph in (folder / "graphs").iterdir():
+        model = ModelDef.FromString(graph.read_bytes())
+        (net,) = [op for op in model.graph[0].op if op.type == "NetOutput"]
+        net.type = "Add"
+        graph.write_bytes(model.SerializeToString())
+    rehash(folder)
+    name, *options = COMMANDS[command]
+    before = {"lint": ["--cache-dir", host.root.parents[1]], "diff": [originals[which]]}.get(name, [])
+    result = run(name, *before, folder, *options, outside=place / "outside")
+    assert result.exit_code == (0 if command == "nodes" else 1)  # inspect shows what is there
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 INDEX, SHARDS = "model.safetensors.index.json", "*.safetensors"
