@@ -150,6 +150,11 @@ class Flusher:
 
 
 def flush(path: Path) -> None:
-    """Bring a file's bytes to the disk."""
+    """Bring a file's bytes to the disk; its pages are free for what is written next.
+
+    Nobody reads them soon, and a system that has to find pages for terabytes takes longer for each than to copy it.
+    """
     with path.open("rb+") as f:
         getattr(os, "fdatasync", os.fsync)(f.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -29,7 +29,7 @@ from .manifest import layout_in
 from .parts import dims_of, mesh_of
 from .recipe import Step
 
-BLOCK = 32 << 20  # bytes of a parameter that are in memory at once, where its recipe allows that
+BLOCK = 4 << 20  # bytes of a parameter that are in memory at once, where its recipe allows that: what caches hold
 ELEMENTWISE = ("view", "cast", "exp", "neg")  # steps that keep elements in their order
 
 Range = tuple[int, int]  # from the first to before the last

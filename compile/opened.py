@@ -1,8 +1,8 @@
 """`kg.open_bundle`: a bundle for programs, read only. What it is, what a rank holds, and its weights as tensors."""
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,30 @@ from torch import Tensor
 
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.config import ModelConfig
+from kimi_graph.display import Html, card, facts, fold, listed, pictured, table
 from kimi_graph.errors import BundleError
 from kimi_graph.parallel import Mesh
 
 from . import air, bundle
-from .bundle import MANIFEST, Bundle, as_written
+from .bundle import MANIFEST, SOURCES, Bundle, as_written, read_json
 from .expect import Expected, bundle_config
 from .ge_proto import TensorDescriptor
 from .making import Maker
 from .manifest import is_weight, target_of
+from .nodes import Nodes, read_nodes
 from .parts import dims_of, mesh_of
 from .targets import Target
-from .verify import find_checkpoint
+from .verify import Report, find_checkpoint, verify_bundle
 from .weight_formats import as_read
 from .written import Written, open_written
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A graph, of all ranks of a stage. Inputs and outputs by name, with dtype and shape of one rank."""
+    """A graph, of all ranks of a stage. Inputs and outputs by name, with dtype and shape of one rank.
+
+    `nodes` are read from its file when they are first asked for; `nodes.within("layers.3.kda")` are those of a part.
+    """
 
     name: str
     phase: str
@@ -39,6 +44,31 @@ class Graph:
     outputs: Mapping[str, tuple[str, tuple[int, ...]]]
     weights: tuple[str, ...]
     states: tuple[str, ...]
+    read: Callable[[], Nodes] = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """What it computes, node by node. Raises BundleError where its file is not what the manifest says."""
+        return self.read()
+
+    def __repr__(self) -> str:
+        return "\n".join([f"Graph {self.name!r}", *listed(self._facts)])
+
+    def _repr_html_(self) -> Html:
+        counts = [("nodes", "type"), *((str(count), type_) for type_, count in self.nodes.types.items())]
+        return card(self.name, facts(self._facts), fold(f"{len(self.nodes):,} nodes by type", table(counts)))
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        def ports(named: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+            return ", ".join(f"{name} {dtype}{pictured(shape)}" for name, (dtype, shape) in named.items())
+
+        return {
+            "step": f"{self.phase} of stage {self.stage}, {self.rows:,} x {self.tokens:,}",
+            "inputs": ports(self.inputs),
+            "outputs": ports(self.outputs),
+            "reads": f"{len(self.weights):,} weights, {len(self.states):,} states",
+        }
 
 
 @dataclass(frozen=True)
@@ -108,9 +138,47 @@ class OpenBundle:
                 outputs=ports(g["outputs"]),
                 weights=tuple(g["weights"]),
                 states=tuple(g["states"]),
+                read=functools.partial(self._nodes, g),
             )
             for g in self.source.manifest["graphs"]
         }
+
+    def graph(self, phase: str, stage: int = 0) -> Graph:
+        """The graph of a phase ("prefill", "decode", "vision"), or of that name.
+
+        Args:
+            stage: of the pipeline; vision has one.
+
+        Raises:
+            BundleError: there is none.
+        """
+        entries = self.source.graphs(phase)
+        found = [g for g in (self.graphs[e["name"]] for e in entries) if g.stage == stage or phase == g.name]
+        if not found:
+            stages = ", ".join(str(self.graphs[e["name"]].stage) for e in entries)
+            raise BundleError(f"{self.folder}: {phase} has no stage {stage}; there are {stages}.")
+        return found[0]
+
+    def _nodes(self, entry: dict[str, Any]) -> Nodes:
+        with as_written(self.folder):
+            sources = self.folder / SOURCES
+            origins = read_json(sources) if sources.is_file() else {}
+            model = air.from_bytes(self.source.graph_bytes(entry), entry["file"])
+            return read_nodes(model.graph[0], origins.get(entry["name"], {}))
+
+    def verify(self, **options: Any) -> Report:
+        """Execute its graphs on the CPU and compare them with the model.
+
+        Args:
+            options: those of `kimi_graph.compile.verify.verify_bundle`: `steps` of decode, `modes`, `checkpoint`.
+
+        Returns:
+            A report: `passed`, `rows` and `text()`.
+
+        Raises:
+            KimiGraphError: a damaged bundle, or weights that are not the model's.
+        """
+        return verify_bundle(self.folder, **options)
 
     @functools.cached_property
     def states(self) -> Mapping[str, State]:
@@ -197,21 +265,30 @@ class OpenBundle:
         return found
 
     def __repr__(self) -> str:
+        return "\n".join([f"Bundle {str(self.folder)!r}", *(f"  {k:<8} {said}" for k, said in self._facts.items())])
+
+    def _repr_html_(self) -> Html:
+        rows: list[tuple[str, ...]] = [("graph", "rows", "tokens", "nodes", "weights", "states", "file")]
+        for g, entry in zip(self.graphs.values(), self.source.manifest["graphs"], strict=True):
+            numbers = (g.rows, g.tokens, sum(entry["ops"].values()), len(g.weights), len(g.states))
+            rows.append((g.name, *(f"{n:,}" for n in numbers), entry["file"]))
+        return card(f"Bundle {self.folder.name}", facts(self._facts), table(rows))
+
+    @property
+    def _facts(self) -> dict[str, str]:
         m, ranks = self.source.manifest, self.mesh.world
         size = sum(w.bytes for w in self.weights.values())
         ahead = "" if self.written is None else f"; made ahead for {len(self.written.ranks):,} of {ranks:,} ranks"
         phases = ", ".join(f"{b['phase']} {b['rows']} x {b['tokens']}" for b in m["buckets"])
-        lines = [
-            f"Bundle {str(self.folder)!r}",
-            f"  model    {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
-            f"  target   {m['target']['name']}, CANN {m['target']['cann']}, torch-npu {m['made_by']['torch_npu']}",
-            f"  mesh     {self.mesh}: {ranks:,} rank{'s' if ranks > 1 else ''}",
-            f"  graphs   {len(self.graphs)}: {phases}",
-            f"  states   {len(self.states)}, caches {m['state']['kv_dtype']}, "
+        return {
+            "model": f"{m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
+            "target": f"{m['target']['name']}, CANN {m['target']['cann']}, torch-npu {m['made_by']['torch_npu']}",
+            "mesh": f"{self.mesh}: {ranks:,} rank{'s' if ranks > 1 else ''}",
+            "graphs": f"{len(self.graphs)}: {phases}",
+            "states": f"{len(self.states)}, caches {m['state']['kv_dtype']}, "
             f"{m['state']['tokens_per_sequence']:,} tokens a sequence",
-            f"  weights  {len(self.weights):,}, {size:,} bytes if one rank had a part of each{ahead}",
-        ]
-        return "\n".join(lines)
+            "weights": f"{len(self.weights):,}, {size:,} bytes if one rank had a part of each{ahead}",
+        }
 
 
 def open_bundle(

@@ -24,36 +24,50 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from . import compile, errors, layers, models, ops, parallel, tree  # noqa: A004
     from .checkpoint import load_params
+    from .compile.make import make_bundle
     from .compile.opened import open_bundle
+    from .fixture import make_fixture
     from .models import (
         count_parameters,
         decode,
         encode_image,
-        generate,
         init_params,
         init_state,
+        model_specs,
         parameter_counts,
         prefill,
     )
-    from .read_config import load_config
+    from .parallel import Mesh
+    from .read_config import load_config, presets
+    from .sampling import generate
+    from .shard import shard_plan
+    from .vision import prepare_image
 
 # Where each public name lives; the same as the block above, which type checkers and editors read.
 _FOLDERS = ("compile", "errors", "layers", "models", "ops", "parallel", "tree")
 _HOMES = {
+    "Mesh": "parallel",
     "count_parameters": "models",
     "decode": "models",
     "encode_image": "models",
-    "generate": "models",
+    "generate": "sampling",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
     "load_params": "checkpoint",
+    "make_bundle": "compile.make",
+    "make_fixture": "fixture",
+    "model_specs": "models",
     "open_bundle": "compile.opened",
     "parameter_counts": "models",
     "prefill": "models",
+    "prepare_image": "vision",
+    "presets": "read_config",
+    "shard_plan": "shard",
 }
 
 __all__ = [
+    "Mesh",
     "__version__",
     "compile",
     "count_parameters",
@@ -66,12 +80,18 @@ __all__ = [
     "layers",
     "load_config",
     "load_params",
+    "make_bundle",
+    "make_fixture",
+    "model_specs",
     "models",
     "open_bundle",
     "ops",
     "parallel",
     "parameter_counts",
     "prefill",
+    "prepare_image",
+    "presets",
+    "shard_plan",
     "tree",
 ]
 

@@ -13,7 +13,7 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .models import Block, Decoder, model_specs
 from .naming import Names
 from .read_config import read_json
 from .spec import ParamSpec
+from .streamed import StreamedExperts
 
 # A mapping is private and writable: torch warns of read-only memory, and no write may reach the file. Linux refuses
 # one that is larger than the machine's memory (a shard of Kimi K3 has 16 GB) unless MAP_NORESERVE (0x4000) says that
@@ -105,6 +106,24 @@ class Checkpoint:
             raise CheckpointError(f"{at.file}: {name}: {missing:,} bytes are missing: the file was cut short.")
         return raw.view(at.dtype)
 
+    def ahead(self, name: str) -> None:
+        """Start fetching a tensor from the disk: it will be read soon."""
+        self._advise(name, "MADV_WILLNEED")
+
+    def release(self, name: str) -> None:
+        """Give back the memory of a tensor that was read; the machine may keep it cached, and it can be read again."""
+        self._advise(name, "MADV_DONTNEED")
+
+    def _advise(self, name: str, advice: str) -> None:
+        """Of whole pages that are this tensor's alone: others may have been written to."""
+        if not self.mapped or not hasattr(mmap, advice):  # Windows has none
+            return
+        at = self.tensors[name]
+        first = -(-at.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = at.end // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if size > 0:
+            self._map(at.file).madvise(getattr(mmap, advice), first, size)
+
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
             with file.open("rb") as f:
@@ -142,6 +161,7 @@ def load_params(
     config: ModelConfig,
     dtype: torch.dtype | None = None,
     layers: Iterable[int] | None = None,
+    stream_experts: bool = False,
 ) -> Decoder[Tensor]:
     """The parameters of a model, as a `Decoder` of tensors.
 
@@ -154,6 +174,8 @@ def load_params(
         dtype: the config's by default; float64 converts all, others leave parameters of a fixed dtype alone.
         layers: load only these, counted from 0; the other layers have no parts (their
             fields are None), embedding, last norm and head are None.
+        stream_experts: routed experts stay in the files: each is read, and dequantised, when tokens go through it, and
+            let go, so that memory holds everything else and one expert. They are no tensors and have no gradients.
 
     Raises:
         CheckpointError: the checkpoint is not this model's; every difference is counted (see `audit`). A tensor holds
@@ -171,7 +193,7 @@ def load_params(
         log.info("%s: %s", checkpoint.folder, line)
     if layers is not None:
         specs = _only(specs, set(layers))
-    return load_tree(specs, checkpoint, dtype)
+    return load_tree(specs, checkpoint, dtype, stream_experts=stream_experts)
 
 
 def _only(specs: Decoder[ParamSpec], wanted: set[int]) -> Decoder[ParamSpec]:
@@ -183,11 +205,13 @@ def _only(specs: Decoder[ParamSpec], wanted: set[int]) -> Decoder[ParamSpec]:
     return tree.replace(specs, embed=None, layers=kept, out_res=None, norm=None, head=None, vision=None)
 
 
-def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
+def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, *, stream_experts: bool = False) -> Any:
     """Tensors for any tree of specs, which must have passed `audit`; see `load_params`."""
 
-    def load(spec: ParamSpec) -> Tensor:
+    def load(spec: ParamSpec) -> Any:
         to = param_dtype(spec, dtype)
+        if stream_experts and spec.axes[0] == "experts":
+            return streamed(spec, checkpoint, to)
         if len(spec.source) == 1:
             return plain_tensor(spec, spec.source[0], checkpoint, to).view(spec.shape)
         whole = torch.empty((len(spec.source), *spec.stored), dtype=to)
@@ -196,6 +220,29 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         return whole.view(spec.shape)
 
     return tree.map(load, specs)
+
+
+def streamed(spec: ParamSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> StreamedExperts:
+    """A stack of experts that stays in the checkpoint's files."""
+
+    def stored(name: str) -> tuple[str, ...]:
+        place = checkpoint.names.find(name)
+        assert place is not None, f"the audit let pass that {name} is missing"
+        return tuple(place.names)
+
+    def on_all(do: Callable[[str], None]) -> Callable[[str], None]:
+        def done(name: str) -> None:
+            for part in stored(name):
+                do(part)
+
+        return done
+
+    return StreamedExperts(
+        spec,
+        read=lambda name: plain_tensor(spec, name, checkpoint, dtype),
+        ahead=on_all(checkpoint.ahead),
+        release=on_all(checkpoint.release),
+    )
 
 
 def load_packed(spec: ParamSpec, checkpoint: Checkpoint, to: str) -> dict[str, Tensor]:

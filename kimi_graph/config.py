@@ -4,11 +4,14 @@ import dataclasses
 import hashlib
 import json
 import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from .display import COLOURS, Html, Mark, card, facts, listed, pictured, strip
 from .errors import ConfigError
 
 
@@ -170,6 +173,18 @@ class LayerConfig:
             "dense" if isinstance(self.ffn, DenseConfig) else "moe",
         )
 
+    @property
+    def marks(self) -> tuple[Mark, Mark]:
+        """The mixer and the feed-forward part, for a picture."""
+        mixer, ffn = self.mixer, self.ffn
+        if isinstance(mixer, KdaConfig):
+            first = ("K", COLOURS[0], "KDA")
+        elif mixer.indexer is None:
+            first = ("A", COLOURS[1], "MLA")
+        else:
+            first = ("S", COLOURS[5], "sparse MLA, shared selection" if mixer.indexer.shared else "sparse MLA")
+        return first, ("d", COLOURS[7], "dense") if isinstance(ffn, DenseConfig) else ("e", COLOURS[4], "experts")
+
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
@@ -282,6 +297,39 @@ class ModelConfig:
     pad: int
     source: dict[str, Any] = field(compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        return "\n".join([f"ModelConfig {self.name!r} ({self.model_type})", *listed(self._facts)])
+
+    def _repr_html_(self) -> Html:
+        layers = (
+            [(letter, colour, f"layer {i}: {word}") for letter, colour, word in layer.marks]
+            for i, layer in enumerate(self.layers)
+        )
+        return card(self.name, strip(layers), facts(self._facts), note=self.model_type)
+
+    @property
+    def _facts(self) -> dict[str, str]:
+        """What a reader wants to know first, in words."""
+        said = {"layers": f"{len(self.layers):,}: {_counted(layer.marks[0][2] for layer in self.layers)}; "
+                f"{_counted(layer.marks[1][2] for layer in self.layers)}"}  # fmt: skip
+        said["width"] = f"{self.embed:,}; vocabulary {self.vocab:,}; {str(self.dtype).removeprefix('torch.')}"
+        said["longest"] = f"{self.max_len:,} tokens"
+        for part in dict.fromkeys(p for layer in self.layers for p in (layer.mixer, layer.ffn)):
+            said.setdefault(type(part).__name__.removesuffix("Config").lower(), _said(part))
+            inner = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+            for name, value in inner.items():
+                if dataclasses.is_dataclass(value):
+                    said.setdefault(name, _said(value))
+        if self.residual_block:
+            said["residuals"] = f"attention over blocks of {self.residual_block} layers"
+        if self.vision:
+            said["vision"] = _said(self.vision)
+        if self.quant:
+            said["released"] = f"quantised: {self.quant.format}, {pictured(self.quant.block)} weights share a scale"
+        if self.assumptions:
+            said["assumed"] = f"{len(self.assumptions)} things that no released file says, see .assumptions"
+        return said
+
     @property
     def rotation(self) -> tuple[RopeConfig, int] | None:
         """Rotation of the attention layers and the channels of a head it turns; None where they have none."""
@@ -297,6 +345,25 @@ class ModelConfig:
     def fingerprint(self) -> str:
         """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
+
+
+def _counted(words: Iterable[str]) -> str:
+    """`69 KDA, 24 MLA`."""
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
+
+
+def _said(part: Any) -> str:
+    """The fields of a part of a config that are set, in words."""
+    fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    shown = {k: v for k, v in fields.items() if v not in (None, False, 1, 0, 0.0) and not dataclasses.is_dataclass(v)}
+    return ", ".join(k.replace("_", " ") if v is True else f"{k.replace('_', ' ')} {_number(v)}"
+                     for k, v in shown.items())  # fmt: skip
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, (int, float)):
+        return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return str(value).removeprefix("torch.")
 
 
 def with_copies(config: ModelConfig, redundant: int) -> ModelConfig:

@@ -10,8 +10,8 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import formats, tree
@@ -19,6 +19,7 @@ from .checkpoint import released_formats
 from .compile.phases import Bucket, pools, sharded_piece_tracer, uses
 from .compile.targets import GIB, target
 from .config import KdaConfig, MlaConfig, ModelConfig, check_length
+from .display import Html, card, columns, fold, table, tag
 from .errors import ShardingError
 from .models.counts import PARTS, part_of
 from .models.decoder import is_sparse, model_specs, state_specs
@@ -29,11 +30,12 @@ from .parallel.collectives import Issued
 from .parallel.experts import buffer_bytes, capacity, no_pair
 from .parallel.legality import Size, faults, sizes_of
 from .parallel.links import DOMAINS, domains_spanned
-from .parallel.mesh import FLAGS, NAMES, Mesh
+from .parallel.mesh import FLAGS, NAMES, Axes, Mesh
 from .parallel.placement import Placement, place
 from .parallel.presets import directions, preset
 from .parallel.rules import Rules
 from .parallel.stages import Stage
+from .read_config import load_config
 from .spec import ParamSpec
 
 PAGE, CHUNK, MAX_LEN = 128, 512, 4096  # tokens of a page, of a prefill step, and of the longest sequence unless told
@@ -49,6 +51,7 @@ class Request:
         phase: "vision", "prefill" or "decode". target: whose links and memory it is held against.
         pad: axes that may be padded are. batch: sequences of all ranks together; None: one for each of `data`.
         max_len: longest sequence, tokens. exchange, split_cache: see `presets.preset`.
+        changes: logical axes with another rule than the preset's, see `Rules.changed`.
     """
 
     config: ModelConfig
@@ -60,6 +63,7 @@ class Request:
     max_len: int | None = None
     exchange: bool = False
     split_cache: bool = False
+    changes: Mapping[str, str | Axes | None] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -72,7 +76,12 @@ class Request:
     def rules(self, mesh: Mesh | None = None) -> Rules:
         """The rules of the phase; on another mesh where one is given."""
         made = mesh or self.mesh
-        return preset(self.config, made, self.phase, exchange=self.exchange, split_cache=self.split_cache)
+        rules = preset(self.config, made, self.phase, exchange=self.exchange, split_cache=self.split_cache)
+        for axis in self.changes:
+            if axis not in rules.mapping:
+                near = difflib.get_close_matches(axis, rules.mapping, n=1, cutoff=0.0)[0]
+                raise ShardingError(f"rules: {self.config.name} has no logical axis {axis!r}; the nearest is {near!r}.")
+        return rules.changed(**self.changes)
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -129,8 +138,46 @@ class PartUse:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankUse:
+    """What one rank holds, in bytes.
+
+    Attributes:
+        stage: of the pipeline. at: where the rank is along each mesh axis.
+        parts: by kind of part ("experts", "kda", "mla states"), most first. weights, states: their sums.
+    """
+
+    rank: int
+    stage: int
+    at: Mapping[str, int]
+    parts: Mapping[str, int]
+
+    @property
+    def states(self) -> int:
+        return sum(size for part, size in self.parts.items() if part.endswith(" states"))
+
+    @property
+    def weights(self) -> int:
+        return sum(self.parts.values()) - self.states
+
+    def __repr__(self) -> str:
+        return "\n".join([self._said, *(f"  {line}" for line in columns(self._rows))])
+
+    def _repr_html_(self) -> Html:
+        return card(self._said, table(self._rows))
+
+    @property
+    def _said(self) -> str:
+        held = f"{amount(self.weights)} of weights, {amount(self.states)} of states"
+        return f"rank {self.rank} of stage {self.stage}: {held}"
+
+    @property
+    def _rows(self) -> list[tuple[str, str]]:
+        return [("part", "bytes"), *((part, f"{size:,}") for part, size in self.parts.items())]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardPlan:
-    """A model on a mesh.
+    """A model on a mesh. `rank(3)` says what a rank holds, `placement("embed")` where a parameter is.
 
     Attributes:
         parameters, states: by kind, in reading order.
@@ -154,20 +201,55 @@ class ShardPlan:
         ranks = "one rank" if r.mesh.world == 1 else f"{r.mesh.world:,} ranks"
         return f"{r.config.name} on {r.mesh}: {ranks}, at most {amount(most)} of weights each"
 
+    def rank(self, rank: int) -> RankUse:
+        """What a rank holds, by part.
+
+        Raises:
+            ShardingError: there is no such rank.
+        """
+        mesh = self.request.mesh
+        at, stages = mesh.coordinates(rank), [use.stage for use in self.stages]
+        stage, held = rank // mesh.stage.world, Counter[str]()
+        for kind in (*self.parameters, *self.states):
+            here = sum(stage in stages_of(path, self.request.config, stages) for path in kind.paths)
+            held[kind.part] += here * kind.placement.bytes
+        return RankUse(rank=rank, stage=stage, at=at, parts={p: n for p, n in held.most_common() if n})
+
+    def placement(self, name: str) -> Placement:
+        """Where a parameter or state is, by its path (`layers.3.kda.query`, `s.layers.3.kda.memory`).
+
+        Raises:
+            ShardingError: there is none of that name.
+        """
+        kinds = {path: kind for kind in (*self.parameters, *self.states) for path in kind.paths}
+        if name not in kinds:
+            near = ", ".join(_near(name, [*kinds]))
+            raise ShardingError(f"{self.request.config.name} has no parameter {name!r}; nearest: {near}.")
+        return dataclasses.replace(kinds[name].placement, path=name)
+
+    def __repr__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> Html:
+        title, about = _head(self)
+        body = [table(_stage_rows(self)), _collective_table(self.collectives)]
+        body += [fold("parameters", _kind_table("parameter", self.parameters))]
+        body += [fold("states", _kind_table("state", self.states))]
+        if self.whole:
+            body.append(fold("what several ranks hold alike, and why", table(_whole_rows(self.whole))))
+        return card(title, tag("div", about), *body, *(tag("div", f"note: {note}") for note in self.notes))
+
     def text(self) -> str:
         lines = [
             *_head(self),
             "",
-            *columns([("parameter", "#", "whole@axes", "of a rank", "bytes", ""), *map(_kind_row, self.parameters)]),
+            *columns(_kind_rows("parameter", self.parameters)),
             "",
-            *columns([("state", "#", "whole@axes", "of a rank", "bytes", ""), *map(_kind_row, self.states)]),
+            *columns(_kind_rows("state", self.states)),
         ]
         if self.whole:
-            rows = [("the same along", "bytes", "what", "why")]
-            rows += [(d, f"{size:,}", _few(parts), why) for d, why, parts, size in self.whole]
-            lines += ["", *columns(rows)]
-        world = self.request.mesh.stage.world
-        lines += ["", *columns([_STAGE_HEAD, *(_stage_row(use, world) for use in self.stages)]), ""]
+            lines += ["", *columns(_whole_rows(self.whole))]
+        lines += ["", *columns(_stage_rows(self)), ""]
         lines += [*_collective_lines(self.collectives), ""]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
@@ -190,6 +272,51 @@ class ShardPlan:
             "collectives": [_part_json(part) for part in self.collectives],
             "notes": list(self.notes),
         }
+
+
+def shard_plan(
+    config: ModelConfig | str,
+    mesh: Mesh | str,
+    *,
+    phase: str = "decode",
+    target: str = "a3",
+    rules: Mapping[str, str | Axes | None] | None = None,
+    pad: bool = False,
+    batch: int | None = None,
+    max_len: int | None = None,
+    exchange: bool = False,
+    split_cache: bool = False,
+) -> ShardPlan:
+    """What every rank of a mesh holds and sends, from a config alone.
+
+    Args:
+        config: or what `load_config` takes. mesh: or its text, `pp=4,tp=32`.
+        rules: logical axes with a rule of their own: `{"vocab": None}` keeps the vocabulary whole on every rank,
+            `{"heads": "data"}` splits heads over data. All others keep theirs.
+        phase, target, pad, batch, max_len, exchange, split_cache: see `Request`.
+
+    Returns:
+        placements, bytes of ranks, and collectives. What the rules make impossible for one part is said there
+        (`PartUse.refused`).
+
+    Raises:
+        ShardingError: sizes that do not divide, all of them; a phase, axis or rule that is not there.
+        ConfigError: a length that cannot be. CompileError: a target that is not known.
+    """
+    return shard_model(
+        Request(
+            config=load_config(config) if isinstance(config, str) else config,
+            mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
+            phase=phase,
+            target=target,
+            changes=rules or {},
+            pad=pad,
+            batch=batch,
+            max_len=max_len,
+            exchange=exchange,
+            split_cache=split_cache,
+        )
+    )
 
 
 def shard_model(request: Request) -> ShardPlan:
@@ -698,16 +825,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f", ... ({len(ranks)})" if len(ranks) > 4 else "")
 
 
-def columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns: numbers to the right, words to the left; the first row is the head."""
-    aligned = []
-    for cells in zip(*rows, strict=True):
-        width = max(map(len, cells))
-        right = all(re.fullmatch(r"[\d,.]*( [KMGT]B)?", cell) for cell in cells[1:]) and any(cells[1:])
-        aligned.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
-    return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
-
-
 def _few(words: Sequence[str]) -> str:
     return ", ".join(words if len(words) <= 5 else [*words[:4], f"... ({len(words)})"])
 
@@ -728,6 +845,24 @@ def _kind_row(kind: Kind) -> tuple[str, ...]:
     local = "x".join(map(str, p.local))
     dtype = "" if p.dtype.itemsize == 2 else str(p.dtype).removeprefix("torch.")
     return kind.name, str(len(kind.paths)), str(p), local, f"{p.bytes:,}", dtype
+
+
+def _kind_rows(what: str, kinds: Sequence[Kind]) -> list[tuple[str, ...]]:
+    return [(what, "#", "whole@axes", "of a rank", "bytes", ""), *map(_kind_row, kinds)]
+
+
+def _kind_table(what: str, kinds: Sequence[Kind]) -> Html:
+    return table(_kind_rows(what, kinds))
+
+
+def _whole_rows(whole: Sequence[tuple[str, str, tuple[str, ...], int]]) -> list[tuple[str, ...]]:
+    rows = [("the same along", "bytes", "what", "why")]
+    return rows + [(d, f"{size:,}", _few(parts), why) for d, why, parts, size in whole]
+
+
+def _stage_rows(plan: ShardPlan) -> list[tuple[str, ...]]:
+    world = plan.request.mesh.stage.world
+    return [_STAGE_HEAD, *(_stage_row(use, world) for use in plan.stages)]
 
 
 _STAGE_HEAD = (
@@ -763,17 +898,32 @@ def _edge_text(s: Stage) -> str:
 
 def _collective_lines(parts: Sequence[PartUse]) -> list[str]:
     """A line for each collective of each kind of part, and what a step has in all."""
+    rows = _collective_rows(parts)
+    return [*(columns(rows) if len(rows) > 1 else []), *_collective_words(parts)]
+
+
+def _collective_table(parts: Sequence[PartUse]) -> Html:
+    rows = _collective_rows(parts)
+    words = (tag("div", line) for line in _collective_words(parts))
+    return tag("div", *([table(rows)] if len(rows) > 1 else []), *words)
+
+
+def _collective_rows(parts: Sequence[PartUse]) -> list[tuple[str, ...]]:
     rows = [("part", "#", "collective", "over", "of a rank", "bytes", "line")]
     for part in parts:
         for i in part.issued:
             local = "x".join(map(str, i.shape))
             cells = (i.name, " x ".join(i.axes), local, f"{i.bytes:,}", i.source)
             rows.append((part.part, str(part.count), *cells))
+    return rows
+
+
+def _collective_words(parts: Sequence[PartUse]) -> list[str]:
     count = sum(part.count * len(part.issued) for part in parts)
     size = sum(part.count * part.bytes for part in parts)
     each = ", ".join(f"{part.part} {len(part.issued)} ({part.bytes:,} bytes)" for part in parts if part.issued)
     totals = [f"in one part: {each}", f"a step through all stages: {count:,} collectives, {size:,} bytes"]
-    lines = [*columns(rows), *totals] if count else []
+    lines = totals if count else []
     lines += [f"{part.part} cannot run on this mesh yet: {part.refused}" for part in parts if part.refused]
     return lines or ["no collectives."]
 

@@ -12,9 +12,10 @@ data x tensor and copies them over the rest. Where that takes a part of an axis 
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kimi_graph.display import COLOURS, Html, card, strip, table
 from kimi_graph.errors import ShardingError
 
 FLAGS = {"pp": "pipe", "dp": "data", "cp": "context", "tp": "tensor", "ep": "experts"}
@@ -99,6 +100,21 @@ class Mesh:
         given = {flag: getattr(self, name) for flag, name in FLAGS.items()}
         usual = {"ep": self.data * self.tensor}
         return ",".join(f"{f}={n}" for f, n in given.items() if n != usual.get(f, 1)) or "tp=1"
+
+    def _repr_html_(self) -> Html:
+        rows: list[tuple[str, ...]] = [("axis", "size", "from a rank to the next", "of")]
+        for name in NAMES:
+            rows += [(axis, f"{self.axes[axis]:,}", f"{self.strides[axis]:,}", name) for axis in self.atoms(name)]
+        ranks = f"{self.world:,} rank{'s' if self.world > 1 else ''}, experts over {self.experts:,}"
+        return card(str(self), table(rows), *self._picture(), note=ranks)
+
+    def _picture(self, most: int = 256) -> Iterator[Html]:
+        """The ranks, a line for each tensor group and a colour for each stage; nothing of a large mesh."""
+        width = len(str(self.world - 1))
+        for group in self.groups(self.atoms("tensor")) if self.world <= most else []:
+            stage = group[0] // self.stage.world
+            what = f"stage {stage}, " if self.pipe > 1 else ""
+            yield strip([(f"{r:>{width}}", COLOURS[stage % len(COLOURS)], f"{what}rank {r}")] for r in group)
 
     @property
     def expert_sizes(self) -> list[int]:

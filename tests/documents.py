@@ -4,7 +4,7 @@
 ```python    run in one process for each page, so that later blocks know earlier ones' names; warnings are errors
 ```          what the block before printed: each line is there, in order; `...` stands for lines left out. Times and
              numbers like 2.2e-15, which another machine may round otherwise, are not compared
-```text      neither: a tree of folders, a drawing
+```text      neither: a tree of folders, a drawing. A name in braces is a directive of the documentation
 
 A comment on the line before a block says otherwise; it is no part of the page for readers.
 
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 _MARK = r"(?:^<!-- *(?P<mark>not run|fails|file)(?:: *(?P<said>[^\n]*?))? *-->\n)?"
-_BLOCK = re.compile(_MARK + r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(_MARK + r"^```(?P<language>[^\n`]*)\n(?P<code>.*?)^```$", re.M | re.S)
 _AFTER = re.compile(r"^<!-- *after: *(\S+) *-->$", re.M)
 _MASKS = (
     (re.compile(r"\b\d[\d.,]*(?:e[+-]?\d+)? ?(s|ms|us|min)\b"), r"# \1"),

@@ -13,12 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kimi_graph import cli
+from kimi_graph.cli import frame, options, output
+from kimi_graph.cli.output import progress_shown
 from kimi_graph.compile import caches, targets
 from kimi_graph.errors import BundleError
 
 COMMANDS = [
     "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
-    "diff", "deploy", "bringup",
+    "diff", "deploy", "bringup", "day0",
 ]  # fmt: skip
 
 
@@ -70,6 +72,7 @@ def run(monkeypatch):
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
+            "kimi_graph.day0.run": ["day0"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],
@@ -115,24 +118,16 @@ def test_alone_it_shows_the_commands_of_a_deployment_in_order(run):
     result, _ = run([])
     assert result.exit_code == 0
     shown = re.findall(r"^  kimi-graph (\w+) ", result.output, re.M)
-    assert shown == [
-        "targets",
-        "plan",
-        "shard",
-        "ops",
-        "compile",
-        "inspect",
-        "fixture",
-        "check",
-        "compile",
-        "lint",
-        "weights",
-        "verify",
-        "buckets",
-        "diff",
-        "deploy",
-        "bringup",
-    ]
+    assert shown == ["plan", "compile", "verify", "weights", "deploy"]
+    assert "All commands: kimi-graph --help" in result.output
+
+
+def test_help_lists_every_command_and_every_exit_code(run):
+    result, _ = run(["--help"])
+    listed = re.findall(r"^  (\w+)  +[A-Z]", result.output.partition("Commands:")[2], re.M)
+    assert sorted(listed) == sorted({*COMMANDS, "kernels"})
+    said = " ".join(result.output.partition("Exit codes: ")[2].split())
+    assert [int(part.split()[0]) for part in said.split("; ")] == list(frame.EXIT_CODES)
 
 
 def test_the_version_is_the_packages():
@@ -196,11 +191,11 @@ def test_a_fixture_ends_with_its_size(run):
 
 
 def test_help_names_the_targets_and_releases_there_are():
-    assert tuple(cli.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
-    assert tuple(cli.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
-    assert cli.KV_DTYPES == caches.KV_DTYPES
-    assert tuple(cli.PROVIDERS.split(", ")) == targets.PROVIDERS
-    assert tuple(cli.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
+    assert tuple(options.TARGETS.split(", ")) == ("a2", *(t for t in targets.TARGETS if t != "a2"))
+    assert tuple(options.CANN_VERSIONS.split(", ")) == targets.CANN_VERSIONS
+    assert options.KV_DTYPES == caches.KV_DTYPES
+    assert tuple(options.PROVIDERS.split(", ")) == targets.PROVIDERS
+    assert tuple(options.PROVIDERS_DEFAULT.split(",")) == targets.PROVIDERS_DEFAULT
 
 
 def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_line(run):
@@ -209,7 +204,7 @@ def test_the_dtype_of_caches_is_passed_on_and_another_is_a_fault_of_the_command_
     assert called["compile_model"][1]["kv_dtype"] == "int8"
     result, called = run([*arguments, "--kv-dtype", "int4"])
     assert (result.exit_code, called) == (2, {})
-    assert "unknown dtype of caches 'int4'; one of bf16, int8, fp8." in " ".join(result.stderr.split())
+    assert "unknown dtype of caches 'int4'; expected one of bf16, int8, fp8." in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("command", [["compile", "m", "--dry-run"], ["ops", "m"]], ids=str)
@@ -259,6 +254,49 @@ def test_a_folder_is_a_checkpoint_and_a_preset_is_not(run, tmp_path):
 def test_json_mode_prints_json_and_nothing_else(run, arguments):
     result, _ = run([*arguments, "--json"])
     assert json.loads(result.stdout) == {"graphs": 2}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["inspect", "b"], ["compile", "m", "--target", "a3", "--dry-run"], ["fixture", "m", "-o", "b"], ["verify", "b"]],
+    ids=str,
+)
+def test_quiet_leaves_the_last_line_alone(run, arguments):
+    def tells(*args, progress=None, **kwargs):
+        if progress is not None:
+            progress("Tracing", 0, 0)
+        return Found()
+
+    functions = dict.fromkeys(("inspect_bundle", "compile_model", "make_fixture", "verify_bundle"), tells)
+    result, _ = run([*arguments, "-q"], **functions)
+    assert result.stderr == ""
+    assert re.fullmatch(r".+ in \d+\.\d s\n", result.stdout)
+
+
+def test_every_command_takes_json_and_quiet(run):
+    for command in (*([c] for c in COMMANDS), ["kernels", "export"]):
+        text = run([*command, "--help"])[0].output
+        assert "--json" in text and "-q, --quiet" in text, command
+
+
+def test_what_a_making_command_made_is_json_too(run, tmp_path):
+    result, _ = run(["fixture", "m", "-o", "b", "--json"])
+    assert json.loads(result.stdout) == {"folder": "b", "layers": 5, "tensors": 7, "bytes": 1_500_000}
+    result, _ = run(["kernels", "export", str(tmp_path / "k"), "--json"])
+    assert "KdaStep" in json.loads(result.stdout)["operators"]
+
+
+def test_a_long_error_is_broken_between_words_on_a_terminal_and_whole_elsewhere(monkeypatch, capsys):
+    message = "b: " + "nine-word " * 30
+    output.print_error(message)
+    assert capsys.readouterr().err == f"error: {message}\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for columns in ("200", "60"):
+        monkeypatch.setenv("COLUMNS", columns)
+        output.print_error(message)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) > 1 and max(map(len, lines)) <= min(100, int(columns))
+        assert " ".join(line.strip() for line in lines) == f"error: {message}".strip()
 
 
 def test_in_json_mode_a_refusal_is_an_object_too_and_keeps_its_exit_code(run):
@@ -318,7 +356,8 @@ def test_a_bundle_that_differs_is_exit_code_1(run):
         (["compile", "m", "--target", "a3"], "-o"),
         (["compile", "m", "--target", "a3", "-o", "b", "--phase", "prefil"], "prefill, decode"),
         (["compile", "m", "--target", "a3", "-o", "b", "--phase", "decode,decode"], "twice"),
-        (["compile", "m", "--target", "a3", "-o", "b", "--batch", "0"], "--batch"),
+        (["compile", "m", "--target", "a3", "-o", "b", "--batch", "0"], "--batch 0"),
+        (["compile", "m", "--target", "a3", "-o", "b", "--batch=x"], "--batch x"),
         (["verify", "b", "--mode", "fast"], "exact, native"),
         (["verify"], "BUNDLE"),
     ],
@@ -327,7 +366,11 @@ def test_a_bundle_that_differs_is_exit_code_1(run):
 def test_a_command_line_that_is_not_understood_is_exit_code_2_with_a_hint(run, arguments, hint):
     result, called = run(arguments)
     assert (result.exit_code, result.stdout, called) == (2, "", {})
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert hint in result.stderr
+    result, called = run([*arguments, "--json"])
+    assert (result.exit_code, called) == (2, {})
+    assert f"error: {json.loads(result.stdout)['error']}\n" == result.stderr
 
 
 # The rest needs a real process. The command is a stand-in that prints or sleeps.
@@ -375,7 +418,7 @@ def test_a_reader_that_goes_away_is_no_error_message():
 
 
 def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
-    with cli._progress() as progress:
+    with progress_shown() as progress:
         for done in range(3):
             progress("Downloading", done, 2)
         progress("Tracing", 0, 0)
@@ -386,7 +429,7 @@ def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    with cli._progress() as progress:
+    with progress_shown() as progress:
         progress("Downloading", 1, 2)
         progress("Tracing", 0, 0)
     out, err = capsys.readouterr()
@@ -452,3 +495,42 @@ def test_golden_cases_need_weights_and_a_bundle(run, tmp_path):
     )
     assert called["write_golden"][0] == (Path("b"), tmp_path, 2)
     assert "golden    7 cases of single operators" in result.output
+
+
+# day0.
+
+
+def test_day0_gets_every_target_with_its_release_providers_and_what_to_avoid(run):
+    options = ["--cann", "9.1", "--providers", "own,builtin", "--avoid", "KdaChunk", "-o", "r", "--keep-work"]
+    result, called = run(["day0", "m", "--target", "a3, 950dt", *options, "--no-cache"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"2 graphs, 12 nodes -> r in \d+\.\d s", result.stdout.splitlines()[-1])
+    (source, targets), given = called["day0"]
+    assert source == "m" and [(t.name, t.cann, t.providers, t.avoid) for t in targets] == [
+        ("a3", "9.1", ("own", "builtin"), ("KdaChunk",)),
+        ("950dt", "9.1", ("own", "builtin"), ("KdaChunk",)),
+    ]
+    assert (given["out"], given["keep_work"], given["keep"]) == (Path("r"), True, False)
+
+
+def test_day0_with_a_failed_step_is_exit_code_1_after_the_report(run):
+    report = Found()
+    report.passed = False
+    result, _ = run(["day0", "m", "--target", "a3"], day0=lambda *a, **k: report)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, "error: 2 graphs, 12 nodes")
+    result, _ = run(["day0", "m", "--target", "a3", "--json"], day0=lambda *a, **k: report)
+    assert (result.exit_code, json.loads(result.stdout)) == (1, {"graphs": 2})
+
+
+@pytest.mark.parametrize(
+    "options, code, words",
+    [
+        (["--target", "a3,a4"], 1, "target 'a4' is not known"),
+        (["--target", "a3,a3"], 2, "names a target twice"),
+        (["--target", "a3", "--keep-work"], 2, "stays in the report's folder: give -o."),
+    ],
+)
+def test_day0_answers_what_cannot_be_before_it_starts(run, options, code, words):
+    result, called = run(["day0", "m", *options])
+    assert (result.exit_code, called) == (code, {})
+    assert words in " ".join(result.stderr.replace("│", " ").split())

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 import kimi_graph as kg
 from kimi_graph import cli, tree
 from kimi_graph.compile import targets
+from kimi_graph.display import columns
 from kimi_graph.errors import CompileError, ConfigError, ShardingError
 from kimi_graph.models import model_specs
 from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.links import DOMAINS, domains_spanned
 from kimi_graph.shard import (
     Request,
-    columns,
     explain_parameter,
     legal_meshes,
     meshes_of,
@@ -41,6 +41,48 @@ def command(*arguments):
 def launch():
     """The launch line of the model's documentation."""
     return shard_model(request("kimi-k3.1-pro", "pp=4,tp=32", max_len=1_000_000))
+
+
+# ---- for programs ----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_the_ranks_are_those_of_their_stages(launch):
+    plan = kg.shard_plan("kimi-k3.1-pro", "pp=4,tp=32", max_len=1_000_000)
+    assert plan == launch
+    for rank in (0, 31, 32, 127):
+        held, stage = plan.rank(rank), plan.stages[rank // 32]
+        assert (held.stage, held.at["tensor"]) == (rank // 32, rank % 32)
+        assert (held.weights, held.states) == (stage.weights, stage.states)
+    assert plan.rank(0).parts["embed"] == 163_840 // 32 * 7168 * 2 and "embed" not in plan.rank(127).parts
+    assert repr(plan.rank(3)).splitlines()[0] == "rank 3 of stage 0: 45.00 GB of weights, 8.46 GB of states"
+    with pytest.raises(ShardingError, match="no rank 128; there are 0 to 127"):
+        plan.rank(128)
+
+
+def test_a_placement_says_which_ranks_of_a_stage_hold_an_expert(launch):
+    placed = launch.placement("layers.3.moe.gate_up")
+    assert placed.path == "layers.3.moe.gate_up" and placed.own(0, 0) == range(28)
+    assert [rank for rank in placed.where(0, 29) if rank < 32] == [1]
+    assert launch.placement("s.layers.3.mla.latent").axes == ("pages", "_", "latent")
+    with pytest.raises(ShardingError, match=r"no parameter 'layers\.3\.moe\.gate'; nearest: layers\.3\.moe\."):
+        launch.placement("layers.3.moe.gate")
+
+
+def test_one_rule_can_be_another():
+    usual, whole = (kg.shard_plan("kimi-linear-48b", "tp=4", rules=r) for r in (None, {"vocab": None}))
+    config = usual.request.config
+    assert whole.rank(0).weights - usual.rank(0).weights == 2 * config.vocab * config.embed * 2 * 3 // 4
+    assert {p.part for p in usual.collectives} - {p.part for p in whole.collectives} == {"embed"}
+
+
+def test_a_rule_that_no_operator_can_follow_is_refused_at_the_line_of_the_layer():
+    plan = kg.shard_plan("kimi-linear-48b", "tp=4", rules={"heads": None, "key": "tensor"})
+    (kda,) = (p for p in plan.collectives if p.part == "kda")
+    assert kda.refused.startswith("layers/kda.py:") and "l2_norm" in kda.refused
+    with pytest.raises(ShardingError, match="no logical axis 'head'; the nearest is 'heads'"):
+        kg.shard_plan("kimi-linear-48b", "tp=4", rules={"head": None})
+    with pytest.raises(ShardingError, match="would split both 'vocab' and 'embed'"):
+        kg.shard_plan("kimi-linear-48b", "tp=4", rules={"embed": "tensor"})
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from .counts import Counts, parameter_counts
 from .decoder import Block, Decoder, count_parameters, forward, model_specs, state_specs
-from .run import State, decode, generate, init_params, init_state, prefill
+from .run import State, decode, init_params, init_state, prefill
 from .vision import encode_image
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "decode",
     "encode_image",
     "forward",
-    "generate",
     "init_params",
     "init_state",
     "model_specs",

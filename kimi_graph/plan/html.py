@@ -23,7 +23,7 @@ from .search import Option, Plan, dies, formats, gib
 COLOURS = ("#3b6ea5", "#c8553d", "#588157", "#8d6a9f", "#d9a441", "#4aa3a2", "#7d7d7d", "#a3b18a", "#b56576", "#2f3e46",
            "#9c6b30", "#e07a5f", "#5f0f40")  # fmt: skip
 WIDTH, LEFT, LETTER = 700, 70, 6.6  # of pictures, of their left margin, of a letter: pixels
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { font-size: 1.5em } h2 { font-size: 1.15em; margin-top: 2em; border-bottom: 1px solid #ddd }
 table { border-collapse: collapse; margin: .6em 0 } tr:nth-child(even) { background: #f6f6f6 }
@@ -68,7 +68,7 @@ def page(plan: Plan) -> str:
         "<h2>Formats</h2>", _formats(plan),
         "<h2>Ledger of the fullest rank</h2>", _ledger(o.ledger.fullest),
     ]  # fmt: skip
-    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{_STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{STYLE}</style>'
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 

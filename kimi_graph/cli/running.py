@@ -1,0 +1,142 @@
+"""Commands that run a bundle, or write what hosts run."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .frame import command
+from .options import KERNELS, MODES, Cache, one_of, some_of, split
+from .output import judge, progress_shown, show, without_collecting
+
+
+@command
+def verify(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=0, help="Decode steps after the prefill.")] = 4,
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="M,M",
+            callback=some_of(MODES, "mode"),
+            help="exact: every float in float64. native: the graphs' own dtypes.",
+        ),
+    ] = ",".join(MODES),
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="Of the tokens that are read.")] = 0,
+    bisect: Annotated[
+        bool, typer.Option("--bisect", help="Name the first node that differs, with its source line.")
+    ] = False,
+    processes: Annotated[
+        bool, typer.Option("--processes", help="Of a mesh: every rank in a process of its own, over gloo.")
+    ] = False,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(KERNELS),
+            callback=one_of(KERNELS, "way to run our operators"),
+            help="Our operators in native mode: by what is said of them, or their Ascend C kernels on a CPU twin.",
+        ),
+    ] = "semantics",
+    cache_dir: Cache = None,
+) -> None:
+    """Run a bundle's graphs and compare with the model. On the CPU, from the bundle's files: a prefill in chunks, then
+    decode steps; every output and every state is compared. Exit code 1 if one differs.
+
+    \b
+    kimi-graph verify build/tiny-a3 --steps 8
+    kimi-graph verify build/tiny-a3 --bisect
+    """
+    with progress_shown() as progress:
+        from kimi_graph.compile.torchair_host import default_cache
+        from kimi_graph.compile.verify import verify_bundle
+
+        report = verify_bundle(
+            bundle,
+            checkpoint=checkpoint,
+            steps=steps,
+            modes=split(mode),
+            seed=seed,
+            bisect=bisect,
+            processes=processes,
+            kernels=(cache_dir or default_cache(os.environ)) / "twin" if kernels == "twin" else None,
+            progress=progress,
+        )
+    judge(report)
+
+
+@command
+def deploy(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    hosts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Hosts and devices, in the order of ranks; JSON. One rank: this machine."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Where to. Default: beside the bundle, as BUNDLE.deploy."),
+    ] = None,
+    cann: Annotated[
+        str | None, typer.Option(metavar="V", help="CANN release of the hosts, 8.0 or later. Default: the bundle's.")
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Print a hosts file of the right size, to be filled in, and do nothing.")
+    ] = False,
+) -> None:
+    """Write what each host and rank of a bundle runs. Rank table, groups, environment, start scripts, commands for
+    offline models, a loader in C++, and a runbook with this bundle's numbers. Nothing of it has run on a device. Hosts
+    that cannot be are refused and nothing is written.
+
+    \b
+    kimi-graph deploy build/k31-4 --example
+    kimi-graph deploy build/k31-4 --hosts build/hosts.json -o build/k31-4.deploy
+    """
+    with without_collecting():
+        from kimi_graph.compile.deploy import deploy_bundle, hosts_example
+
+        if example:
+            print(hosts_example(bundle))
+            return
+        made = deploy_bundle(bundle, hosts, out, cann)
+    show(made, made.folder)
+
+
+@command
+def bringup(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that compile made.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Weights. Default: the checkpoint it was compiled from.")
+    ] = None,
+    deployment: Annotated[
+        Path | None,
+        typer.Option("--deploy", metavar="DIR", help="Run on NPUs, by its loader. Default: a rehearsal on the CPU."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", metavar="DIR", help="Report and journal. Default: BUNDLE.bringup, beside it."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Try again what passed before.")] = False,
+) -> None:
+    """Try a bundle on a machine, step by step. Environment, groups of ranks, operators against golden cases, a layer of
+    each kind, every stage, all ranks. Stops at the first tensor that differs, and says whose it is and what would
+    explain it. What passed is not tried again. Exit code 1 if something differs. Without --deploy it is a rehearsal: a
+    CPU in place of the devices.
+
+    \b
+    kimi-graph bringup build/tiny-a3
+    kimi-graph bringup build/k31-4 --deploy build/k31-4.deploy -o build/report
+    """
+    with progress_shown() as progress:
+        from kimi_graph.compile.bringup import bring_up
+
+        device = None
+        if deployment is not None:
+            from kimi_graph.compile.npu_device import open_device
+
+            device = open_device(bundle, deployment, os.environ)
+        where = out or bundle.with_name(f"{bundle.resolve().name}.bringup")
+        report = bring_up(bundle, device, checkpoint=checkpoint, out=where, restart=restart, progress=progress)
+    judge(report)
