@@ -94,7 +94,8 @@ def fetching(log: Path) -> float:
     if not log.exists():
         return 0.0
     times = re.findall(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3})(.*)$", log.read_text(errors="replace"), re.M)
-    until = next((t for t, line in times if "Installing collected packages" in line), times[-1][0])
+    installs = [t for t, line in times if "Installing collected packages" in line]  # the first ones: to build us
+    until = installs[-1] if installs else times[-1][0]
     first, last = (datetime.strptime(t, "%Y-%m-%dT%H:%M:%S,%f") for t in (times[0][0], until))
     return (last - first).total_seconds()
 

@@ -34,6 +34,7 @@ _AFTER = re.compile(r"^<!-- *after: *(\S+) *-->$", re.M)
 _MASKS = (
     (re.compile(r"\b\d[\d.,]*(?:e[+-]?\d+)? ?(s|ms|us|min)\b"), r"# \1"),
     (re.compile(r"\b\d+(?:\.\d+)?e[+-]\d+\b"), "#e"),
+    (re.compile(r", step \d+ \(\w+\)"), ", step #"),  # where rounding was worst
 )
 
 
