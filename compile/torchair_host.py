@@ -39,8 +39,6 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from kimi_graph.errors import CompileError
 
 VERSION = "2.13.0"
@@ -214,10 +212,9 @@ def find(wheel: str | Path | None, cache: Path, announce: Callable[[str], None] 
     """Where torchair's files are, fetching them if there is no other way. See `load`."""
     if wheel is not None:
         return _unpack(Path(wheel), cache, f"wheel {wheel}")
-    installed = _installed()
-    if installed is not None:
-        return installed
-    root = _place(cache, VERSION, SHA256)
+    if (here := installed()) is not None:
+        return here
+    root = kept_in(cache)
     if not root.is_dir():
         root = _fetch(cache, announce)
     return Source(VERSION, f"cache {cache}", root, SHA256)
@@ -237,13 +234,14 @@ def identify(wheel: str | Path | None, cache: Path) -> tuple[str, str]:
     if wheel is not None:
         version, files = _read_wheel(Path(wheel))
         return version, _digest(files)
-    if (installed := _installed()) is not None:
-        return installed.version, installed.digest
-    root = _place(cache, VERSION, SHA256)
-    return VERSION, _digest(_python_files(root)) if root.is_dir() else SHA256
+    if (here := installed()) is not None:
+        return here.version, here.digest
+    root = kept_in(cache)
+    return VERSION, digest_of(root) if root.is_dir() else SHA256
 
 
-def _installed() -> Source | None:
+def installed() -> Source | None:
+    """The files of an installed torch-npu, which is not imported; None where there is none."""
     try:
         distribution = importlib.metadata.distribution("torch-npu")
     except importlib.metadata.PackageNotFoundError:
@@ -306,6 +304,16 @@ def _unpack(wheel: Path, cache: Path, origin: str) -> Source:
     if not root.is_dir():
         raise CompileError(f"{root}: torchair could not be unpacked there. Choose another cache folder.")
     return Source(version, origin, root, digest)
+
+
+def kept_in(cache: Path) -> Path:
+    """Where the pinned torchair lies in a cache, if it has been fetched."""
+    return _place(cache, VERSION, SHA256)
+
+
+def digest_of(root: Path) -> str:
+    """SHA-256 over torchair's Python files."""
+    return _digest(_python_files(root))
 
 
 def _place(cache: Path, version: str, digest: str) -> Path:
@@ -382,6 +390,8 @@ def _import(source: Source) -> dict[str, ModuleType]:
             atexit.unregister(importlib.import_module("torchair.core._backend").finalize_graph_engine)
             return modules
     except Exception as error:
+        import torch
+
         for name in [n for n in sys.modules if n.partition(".")[0] == "torchair"]:
             del sys.modules[name]
         raise CompileError(
@@ -470,6 +480,8 @@ def _overloads_may_be_missing() -> Iterator[None]:
 
     Releases of torch drop overloads; a file of converters that names one would be skipped whole.
     """
+    import torch  # late: `doctor` looks at files where torch is broken
+
     packet = torch._ops.OpOverloadPacket
     strict = packet.__getattr__
 

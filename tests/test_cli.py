@@ -20,7 +20,7 @@ from kimi_graph.errors import BundleError
 
 COMMANDS = [
     "targets", "plan", "shard", "ops", "compile", "inspect", "fixture", "check", "lint", "weights", "verify", "buckets",
-    "diff", "deploy", "bringup", "day0",
+    "diff", "deploy", "bringup", "day0", "doctor",
 ]  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def run(monkeypatch):
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],
             "kimi_graph.day0.run": ["day0"],
+            "kimi_graph.doctor": ["diagnose"],
             "kimi_graph.fixture": ["make_fixture"],
             "kimi_graph.plan.claims": ["check_claims"],
             "kimi_graph.plan.html": ["write_html"],

@@ -75,7 +75,7 @@ FLOORS = [
     ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
     ("files", r"kimi_graph\.(headers|naming|audit|streamed|checkpoint|fixture|sampling)"),
     ("compile", r"kimi_graph\.compile"),
-    ("commands", r"kimi_graph\.(check|shard)"),
+    ("commands", r"kimi_graph\.(check|doctor|shard)"),
     ("plan", r"kimi_graph\.plan"),
     ("day0", r"kimi_graph\.day0"),
     ("cli", r"kimi_graph\.(cli|__main__)"),

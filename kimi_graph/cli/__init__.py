@@ -31,7 +31,7 @@ A deployment, in order:
 
 No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
 A new model: kimi-graph day0 MODEL --target a3 -o build/report says what serves it, and what is missing.
-All commands: kimi-graph --help. One of them: kimi-graph COMMAND --help.
+Something is wrong: kimi-graph doctor. All commands: kimi-graph --help; one of them: kimi-graph COMMAND --help.
 """
 
 

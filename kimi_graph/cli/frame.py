@@ -21,6 +21,7 @@ EXIT_CODES = {
     130: "interrupted",
     141: "whoever read the output went away",
 }
+ENVIRONMENT = dict(os.environ)  # as it was given: `main` adds to it
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click and does not show this name
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else; of a refusal too.")]

@@ -8,9 +8,24 @@ import typer
 
 from kimi_graph.errors import KimiGraphError
 
-from .frame import command
+from .frame import ENVIRONMENT, command
 from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of
 from .output import fail, judge, load_config_aloud, show, without_collecting
+
+
+@command
+def doctor(cache_dir: Cache = None) -> None:
+    """Say what is installed here and what works with it. Versions, torchair, CANN, disk and memory; of what does not
+    work the remedy. It runs where torch is broken too. Exit code 1 if something is broken that the basic commands or
+    the library need.
+
+    \b
+    kimi-graph doctor
+    """
+    from kimi_graph.compile.torchair_host import default_cache
+    from kimi_graph.doctor import diagnose
+
+    judge(diagnose(cache_dir or default_cache(os.environ), ENVIRONMENT))
 
 
 @command

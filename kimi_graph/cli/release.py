@@ -60,9 +60,9 @@ def day0(
     """
     names = split(target)
     if len(set(names)) < len(names):
-        raise typer.BadParameter(f"{target!r} names a target twice.", param_hint="'--target'")
+        raise typer.BadParameter(f"{target!r} names a target twice.", param_hint="--target")
     if keep_work and out is None:
-        raise typer.BadParameter("stays in the report's folder: give -o.", param_hint="'--keep-work'")
+        raise typer.BadParameter("it stays in the report's folder: give -o.", param_hint="--keep-work")
     with progress_shown() as progress:
         from kimi_graph.compile.targets import target as find_target
 

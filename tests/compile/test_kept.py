@@ -328,7 +328,7 @@ def test_a_late_torchair_is_that_which_is_imported(host):
 
 def test_a_torchair_that_is_not_there_is_known_before_it_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(torchair_host, "_loaded", None)
-    monkeypatch.setattr(torchair_host, "_installed", lambda: None)
+    monkeypatch.setattr(torchair_host, "installed", lambda: None)
     monkeypatch.setattr(torchair_host, "_fetch", lambda *_: pytest.fail("fetched"))
     late = torchair_host.Late(cache=tmp_path)
     assert (late.version, late.digest) == (torchair_host.VERSION, torchair_host.SHA256)
