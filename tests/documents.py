@@ -19,10 +19,10 @@ A comment on the line before a block says otherwise; it is no part of the page f
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +80,10 @@ def before(page: str) -> list[str]:
 
 
 class Reader:
-    """Follows pages in a folder, each of them once."""
+    """Follows pages in a folder, each of them once, two at a time: most of a command is waiting for one core."""
 
     def __init__(self, folder: Path) -> None:
+        self.pool = ThreadPoolExecutor(2)
         self.folder = folder / "reader"
         self.folder.mkdir()
         commands = folder / "bin"
@@ -96,17 +97,17 @@ class Reader:
             "PYTHONPATH": str(ROOT),
             "COLUMNS": "100",
         }
-        self.results: dict[str, list[str]] = {}
+        self.results: dict[str, Future[list[str]]] = {}
 
-    def follow(self, page: str) -> list[str]:
-        """Faults of a page, a line or more for each block; those of pages before it are theirs."""
+    def start(self, page: str) -> "Future[list[str]]":
+        """Faults of a page once it has run, a line or more for each block; those of pages before it are theirs."""
         if page not in self.results:
-            for earlier in before(page):
-                self.follow(earlier)
-            self.results[page] = self._run(page)
+            earlier = [self.start(name) for name in before(page)]
+            self.results[page] = self.pool.submit(self._run, page, earlier)
         return self.results[page]
 
-    def _run(self, page: str) -> list[str]:
+    def _run(self, page: str, earlier: "list[Future[list[str]]]") -> list[str]:
+        wait(earlier)  # they were started before, so that they come to an end
         faults: list[str] = []
         printed: str | None = None
         python = _Python(self.folder, self.environment)
@@ -120,9 +121,9 @@ class Reader:
                     file.write_text(block.code)
                 elif block.language in ("bash", "python"):
                     run = python.run if block.language == "python" else self._bash
-                    start, worked = time.perf_counter(), _worked()
+                    start = time.perf_counter()
                     good, printed = run(block.code)
-                    print(f"{block}: {time.perf_counter() - start:.1f} s, {_worked() - worked:.1f} s of CPU")
+                    print(f"{block}: {time.perf_counter() - start:.1f} s")
                     if good == (block.mark == "fails"):
                         faults.append(f"{block}: {'ended with 0' if good else 'failed'}\n{block.code}{printed[-4000:]}")
                 elif block.language == "" and printed is not None:
@@ -187,12 +188,6 @@ class _Python:
     def __exit__(self, *_: object) -> None:
         if self.process is not None:
             self.process.communicate()  # closes what it reads: it ends
-
-
-def _worked() -> float:
-    """Seconds of CPU that processes which have ended took."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def stable(line: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,14 +18,19 @@ MOST_NOT_RUN = 12  # blocks
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """Where pages are followed, one after another."""
-    return Reader(tmp_path_factory.mktemp("documents"))
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Follows the pages that were asked for."""
+    reader = Reader(tmp_path_factory.mktemp("documents"))
+    for item in request.session.items:
+        if item.path == request.path and "page" in getattr(getattr(item, "callspec", None), "params", {}):
+            reader.start(item.callspec.params["page"])  # type: ignore[attr-defined]
+    yield reader
+    reader.pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("page", pages())
 def test_what_a_page_shows_runs_and_prints_what_it_says(page, reader):
-    faults = reader.follow(page)
+    faults = reader.start(page).result()
     assert not faults, "\n".join(faults)
 
 
