@@ -159,8 +159,9 @@ def bring_up(
     facts = device.facts()
     report = Report(bundle, facts)
     journal = _Journal.open(out, bundle, facts, restart)
-    for step in _Trial(known or Known.of(bundle, checkpoint), device).steps():
-        progress(step.title, 0, 0)
+    steps = list(_Trial(known or Known.of(bundle, checkpoint), device).steps())
+    for at, step in enumerate(steps):
+        progress(f"{at + 1} of {len(steps)}: {step.title}", 0, 0)
         if journal.knows(step.key):
             report.outcomes.append(Outcome(step.key, step.title, "passed before"))
             continue

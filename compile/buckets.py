@@ -197,6 +197,32 @@ def _refusal(rows: Sequence[Gear], room: Room, batch: int, length: int) -> str:
     return ""
 
 
+def largest_inputs(
+    manifest: Mapping[str, Any], config: ModelConfig, entry: Mapping[str, Any]
+) -> dict[str, tuple[int, str]]:
+    """The largest number that an input of a graph may hold (the least is 0), and the key that says so.
+
+    Slots and pages are those of one shard. What a graph does with larger ones nobody knows: it reads and writes states
+    that are another sequence's, or none.
+
+    Args:
+        entry: of the graph, in the manifest.
+    """
+    contract, room = manifest["state"], Room.of(manifest["state"], config)
+    shards = len(contract.get("shards", [None]))
+    pages = contract["pages"] // shards
+    length = "state.tokens_per_sequence" if room.length == contract["tokens_per_sequence"] else "model.config"
+    known = {
+        "tokens": (config.vocab - 1, "model.config"),
+        "batch.slots": (contract["slots"] // shards - 1, "state.slots"),
+        "batch.lengths": (room.length, length),
+        "batch.counts": (entry["tokens"], f"graphs.{entry['name']}.tokens"),
+        "batch.block_table": (pages - 1, "state.pages"),
+        "batch.slot_mapping": (pages * contract["page_tokens"] - 1, "state.pages"),
+    }
+    return {i["name"]: known[i["name"]] for i in entry["inputs"] if i["name"] in known}
+
+
 def check_request(bundle: Bundle, batch: int, length: int) -> None:
     """Whether every phase of a bundle serves a request: whoever loads it, for prefill or for decode, asks this first.
 

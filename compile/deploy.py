@@ -20,6 +20,7 @@ run on a device. Sources: fact sheet of Ascend, D.1 to D.3; GE's documents of it
 import functools
 import hashlib
 import json
+import shlex
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,12 +33,13 @@ from kimi_graph.errors import DeployError
 from kimi_graph.files import new_folder
 from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.collectives import group_axes
-from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
+from .buckets import largest_inputs
 from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
-from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
+from .fit import Held, buffer_mib, check_fit, held_by_stage
+from .ge_proto import Dtype, ModelDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
 from .manifest import is_weight, layout_in, target_of
 from .mesh_manifest import own_axes
@@ -45,7 +47,6 @@ from .order import COLLECTIVE
 from .places import bind_rank, group_of, placed_groups
 from .rank_tables import Communicator, builds_clusters, cluster_files, communicators, rank_table, table_version
 from .runbook import runbook
-from .scratch import scratch_bytes
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
 from .written import Written, open_written
@@ -53,7 +54,6 @@ from .written import Written, open_written
 LOADER = Path(__file__).parent / "data" / "loader"
 DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
-BUFFER_MIB, RUNTIME = 200, 2 << 30  # HCCL_BUFFSIZE unless set; what the runtime takes of a die (assumed)
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
 
@@ -72,6 +72,7 @@ class Deployment:
     cann: str
     models: Mapping[str, ModelDef]
     mesh: Mesh
+    config: ModelConfig
 
     @functools.cached_property
     def written(self) -> Written | None:
@@ -79,7 +80,7 @@ class Deployment:
         found = open_written(self.bundle)
         return found if found is not None and set(range(self.mesh.world)) <= set(found.ranks) else None
 
-    @property
+    @functools.cached_property
     def groups(self) -> list[Communicator]:
         """All groups of ranks that graphs name."""
         entry = self.bundle.manifest["mesh"]
@@ -99,47 +100,28 @@ class Deployment:
     def groups_of(self, rank: int) -> list[Communicator]:
         return [c for c in self.groups if rank in c.ranks]
 
+    @functools.cached_property
+    def placed(self) -> dict[str, set[str]]:
+        """Of each graph the groups a rank's place in which it says."""
+        return {name: placed_groups(model) for name, model in self.models.items()}
+
     def alone(self, entry: Mapping[str, Any]) -> bool:
         """Whether a graph meets no other rank."""
         return not any(op.type.startswith(COLLECTIVE) for op in self.models[entry["name"]].graph[0].op)
 
-    @property
+    @functools.cached_property
     def buffer_mib(self) -> int:
         """What HCCL_BUFFSIZE has to be for rows that go to their experts; 0: HCCL's default will do."""
-        ops = [op for m in self.models.values() for op in m.graph[0].op if op.type == "MoeDistributeDispatchV2"]
-        return max(map(_buffer_mib, ops), default=0)
+        return buffer_mib(self.models)
 
     @functools.cached_property
-    def scratch(self) -> dict[str, int]:
-        """Work memory of each graph, bytes."""
-        return {name: scratch_bytes(model) for name, model in self.models.items()}
-
-    def held(self, stage: int) -> dict[str, int]:
-        """What a rank of a stage needs of its die, by what for; graphs share their work memory."""
-        memory = self.bundle.manifest["memory"]
-        own = memory.get("stages", [memory])[stage]
-        groups = len(self.groups_of(stage * self.mesh.stage.world))
-        return {
-            "weights": own["weights"],
-            "states": own["states"],
-            "scratch": max(self.scratch[g["name"]] for g in self.graphs_of(stage)),
-            "HCCL": groups * 2 * max(BUFFER_MIB, self.buffer_mib) << 20,
-            "runtime": RUNTIME,
-        }
+    def held(self) -> list[Held]:
+        """What a rank of each stage needs of its die."""
+        return held_by_stage(self.bundle.manifest, self.models)
 
     def check_memory(self) -> None:
         """Raises DeployError where a rank does not fit its die: nothing is compiled on the hosts to find that out."""
-        die = self.bundle.manifest["memory"]["die"]
-        for stage in range(self.mesh.pipe):
-            held = self.held(stage)
-            if (need := sum(held.values())) > die:
-                parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in held.items())
-                largest = max(self.graphs_of(stage), key=lambda g: self.scratch[g["name"]])["name"]
-                raise DeployError(
-                    f"{self.bundle.folder}: a rank of stage {stage} needs {need / 2**30:,.2f} GiB ({parts}; scratch is "
-                    f"that of {largest}), a die of {self.target.name} has {die / 2**30:,.2f}. More ranks hold less of "
-                    "weights each, a shorter --chunk or fewer rows need less scratch."
-                )
+        check_fit(str(self.bundle.folder), self.bundle.manifest, self.held, DeployError)
 
     def summary_json(self) -> dict[str, Any]:
         """For programs, and for `bringup`: who runs where."""
@@ -168,12 +150,6 @@ class Deployment:
             ],
             "groups": [{"name": c.name, "group": c.group, "ranks": list(c.ranks)} for c in self.groups],
         }
-
-
-def _buffer_mib(op: OpDef) -> int:
-    (rows, width), (_, top_k) = shape_of(op.input_desc[0]), shape_of(op.input_desc[1])
-    ways, experts = get_attr(op, "ep_world_size"), get_attr(op, "moe_expert_num")
-    return -(-buffer_bytes(rows, width, top_k, ways, experts // ways) // 2**20)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -235,12 +211,13 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
     with as_written(folder):
         target = target_of(bundle.manifest)
         models = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
-        mesh = _mesh(bundle, bundle_config(bundle))
+        config = bundle_config(bundle)
+        mesh = _mesh(bundle, config)
         cann = _release(cann, target)
         if hosts is None and mesh.world > 1:
             raise DeployError(f"{folder}: {mesh} has {mesh.world:,} ranks; say where they run with --hosts FILE.")
         found = LOCAL if hosts is None else read_hosts(hosts, target, mesh.world, str(mesh))
-        d = Deployment(bundle, found, target, cann, models, mesh)
+        d = Deployment(bundle, found, target, cann, models, mesh, config)
         _check_place(out, folder)
         d.check_memory()
         with new_folder(out) as work:
@@ -296,7 +273,7 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
         yield "atc.sh", _atc_script(d, alone)
     if many and builds_clusters(d.target, d.cann):
         yield from _cluster(d)
-    yield "README.md", runbook(d, d.bundle.folder.resolve().name)
+    yield "README.md", runbook(d, shlex.quote(d.bundle.folder.resolve().name))
 
 
 def _lines(lines: Iterable[Iterable[object]]) -> str:
@@ -328,6 +305,8 @@ def _graph_lines(d: Deployment, entry: Mapping[str, Any]) -> Iterator[tuple[obje
         yield "communicator", kind, attribute
     for kind, place in sorted(entry.get("places", {}).items()):
         yield "place", kind, place["attribute"], place["group"]
+    for name, (most, key) in largest_inputs(d.bundle.manifest, d.config, entry).items():
+        yield "most", name, most, key
     for name in entry.get("reads", ()):
         yield "read", name, entry["stage"] - _giver(d, entry, name)
     sources = sorted((op for op in ops if op.type in ("Data", "RefData")), key=lambda op: get_attr(op, "index"))
@@ -362,19 +341,22 @@ def _rank_lines(d: Deployment, p: Place) -> Iterator[tuple[object, ...]]:
     for c in d.groups_of(p.rank):
         yield "group", c.group, c.name, _dims(c.ranks)
     entries = d.graphs_of(stage)
-    for group in sorted({g for e in entries for g in placed_groups(d.models[e["name"]])}):
+    for group in sorted({g for e in entries for g in d.placed[e["name"]]}):
         yield "at", group, d.mesh.index(p.rank, group_axes(group))
     for name in sorted({i["name"] for e in entries for i in e["inputs"] if i["name"].startswith("own_index.")}):
         yield "own", name, d.mesh.index(p.rank, own_axes(name))
+    for phase in dict.fromkeys(g["phase"] for g in d.bundle.manifest["graphs"]):
+        yield "phase", phase
     for entry in entries:
         yield "run", entry["name"]
 
 
 _ENV = """\
 # Environment of every rank; `source` it. Made by kimi-graph deploy.
+# shellcheck shell=bash
 here=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 export DEPLOY="$here"
-: "${{BUNDLE:?say where the bundle is: export BUNDLE=/path/to/{name}}}"
+: "${{BUNDLE:?say where the bundle is: export BUNDLE=DIR}}"
 : "${{WEIGHTS:=$BUNDLE/weights}}"
 source "${{ASCEND_HOME_PATH:-/usr/local/Ascend/cann}}/set_env.sh"
 {lines}"""
@@ -397,7 +379,7 @@ def _environment(d: Deployment) -> str:
             lines.append("export HCCL_SOCKET_FAMILY=AF_INET6  # addresses of the devices are IPv6")
     if d.buffer_mib > 200:
         lines.append(f"export HCCL_BUFFSIZE={d.buffer_mib}  # MiB, for the rows that go to their experts")
-    return _ENV.format(name=d.bundle.folder.resolve().name, lines="\n".join(lines) + "\n")
+    return _ENV.format(lines="\n".join(lines) + "\n")
 
 
 _RUN = """\
@@ -446,7 +428,7 @@ cd "$BUNDLE"  # graphs name their constants from here
 def _atc_script(d: Deployment, entries: list[dict[str, Any]]) -> str:
     external = " --external_weight=2" if "constants" in d.bundle.manifest["weights"] else ""
     lines = [
-        f'atc --mode=0 --framework=1 --model={g["file"]} --output="$OUT/{g["name"]}" '
+        f'atc --mode=0 --framework=1 --model={shlex.quote(g["file"])} --output="$OUT"/{shlex.quote(g["name"])} '
         f"--soc_version={d.target.soc_version} --precision_mode_v2=origin{external}"
         for g in entries
     ]

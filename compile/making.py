@@ -16,15 +16,15 @@ from torch import Tensor
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, load_packed, param_dtype, plain_tensor
-from kimi_graph.config import ModelConfig, MoeConfig
+from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError
 from kimi_graph.models import decoder
-from kimi_graph.parallel.balance import plain_table
 from kimi_graph.parallel.placement import with_zeros
 from kimi_graph.spec import ParamSpec
 
 from . import recipe
 from .bundle import MANIFEST, WEIGHTS, Bundle
+from .loads import Loads, expert_slots
 from .manifest import layout_in
 from .parts import dims_of, mesh_of
 from .recipe import Step
@@ -112,11 +112,15 @@ class Maker:
     slots: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @staticmethod
-    def open(bundle: Bundle, config: ModelConfig, checkpoint: Checkpoint) -> "Maker":
+    def open(bundle: Bundle, config: ModelConfig, checkpoint: Checkpoint, loads: Loads | None = None) -> "Maker":
         """Of a bundle's model, whose config is `config`.
 
+        Args:
+            loads: by which copies of experts are chosen, see `loads`.
+
         Raises:
-            CheckpointError: the checkpoint does not hold it. BundleError: the plan has weights that it has not.
+            CheckpointError: the checkpoint does not hold it. BundleError: the plan has weights that it has not, or
+                loads are of another model.
         """
         layout = layout_in(bundle.manifest, config, bundle.folder / MANIFEST)
         config = config if layout is None else layout.config
@@ -124,7 +128,9 @@ class Maker:
         audit(model, checkpoint, config.dtype, config).check()
         specs = dict(tree.items(model))
         ranks = 1 if layout is None else layout.rules("decode").ways("experts")
-        return Maker(checkpoint, config.dtype, specs, planned_weights(bundle, specs), plain_slots(config, ranks))
+        return Maker(
+            checkpoint, config.dtype, specs, planned_weights(bundle, specs), expert_slots(config, ranks, loads)
+        )
 
     def tasks(self, wanted: Iterable[Wanted]) -> list[Task]:
         """Parts by what they are read from, in the order in which the checkpoint's files have it."""
@@ -198,16 +204,6 @@ def planned_weights(bundle: Bundle, specs: Mapping[str, ParamSpec]) -> dict[str,
         form, part = steps[0].args if recipe.form(steps) else ("", "")
         weights[name] = Weight(path, form, part, steps[1:] if form else steps, ways, local, entry["bytes"])
     return weights
-
-
-def plain_slots(config: ModelConfig, ranks: int) -> dict[str, Sequence[int]]:
-    """The expert in each slot as long as nobody has counted loads, of the parameters that hold copies of some."""
-    return {
-        f"layers.{i}.moe.{name}": plain_table(layer.ffn.experts, layer.ffn.slots, ranks).slots
-        for i, layer in enumerate(config.layers)
-        if isinstance(layer.ffn, MoeConfig) and layer.ffn.redundant
-        for name in ("gate_up", "down")
-    }
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from typing import Any, overload
 
 from kimi_graph.display import Html, card, columns, fold, pictured, table
 
+from .cost import NodeCost, node_costs
 from .ge_proto import Dtype, GraphDef, OpDef, data_edges, get_attr, is_known, shape_of
 from .origins import Origins, source_of
+from .view import view
 
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 STRUCTURE = ("Const", "Data", "RefData", "FileConstant", "NetOutput")
@@ -24,6 +26,7 @@ class GraphNode:
             an optional input that is not given.
         results: dtype and shape of each. attributes: by name, without GE's own.
         source: line of layer code it is of; empty where a pass made it.
+        read, written: bytes it moves, as `inspect --cost` counts them; a view moves none.
     """
 
     name: str
@@ -32,6 +35,8 @@ class GraphNode:
     results: tuple[tuple[str, tuple[int, ...]], ...]
     attributes: Mapping[str, Any] = field(compare=False)
     source: str
+    read: int = 0
+    written: int = 0
 
     @property
     def part(self) -> str:
@@ -105,10 +110,11 @@ def _reads(node: GraphNode, letters: int) -> str:
 
 def read_nodes(graph: GraphDef, origins: Mapping[str, Origins]) -> Nodes:
     """The nodes of a graph that compute something."""
-    return Nodes([_node(op, origins) for op in graph.op if op.type not in STRUCTURE], graph.name)
+    moved = {cost.name: cost for cost in node_costs(view(graph))}
+    return Nodes([_node(op, origins, moved.get(op.name)) for op in graph.op if op.type not in STRUCTURE], graph.name)
 
 
-def _node(op: OpDef, origins: Mapping[str, Origins]) -> GraphNode:
+def _node(op: OpDef, origins: Mapping[str, Origins], cost: NodeCost | None) -> GraphNode:
     return GraphNode(
         name=op.name,
         type=op.type,
@@ -116,4 +122,6 @@ def _node(op: OpDef, origins: Mapping[str, Origins]) -> GraphNode:
         results=tuple((Dtype.of_proto(d.dtype).text, shape_of(d)) for d in op.output_desc if is_known(d)),
         attributes={name: get_attr(op, name) for name in op.attr if not name.startswith("_")},
         source=source_of(origins, op.name),
+        read=0 if cost is None else cost.read,
+        written=0 if cost is None else cost.written,
     )

@@ -112,7 +112,9 @@ def open_device(bundle: Path, deployment: Path, environment: Mapping[str, str]) 
         DeployError: none, or of another bundle; several hosts and no way to start a program on them.
     """
     if not (deployment / DEPLOY).is_file():
-        raise DeployError(f"{deployment}: no {DEPLOY}; make it with kimi-graph deploy.")
+        raise DeployError(
+            f"{deployment}: no {DEPLOY}; make it with kimi-graph deploy {bundle} --hosts FILE -o {deployment}."
+        )
     said = read_json(deployment / DEPLOY)
     check_bundle(open_bundle(bundle), said, deployment)
     loader = Path(environment.get("LOADER", deployment / "loader" / "build" / "kimi_graph_loader"))
@@ -144,7 +146,8 @@ def _write(where: Path, deployment: Path, rank: int, job: Job, groups: Groups, s
     (where / "steps" / "0" / "phase").write_text("run\n")
     kept = [x for x in (deployment / "ranks" / f"{rank}.txt").read_text().splitlines() if x.split()[0] in _KEPT]
     own = [c for c in communicators(groups) if rank in c.ranks and c.group in _used(job.model)]
-    lines = [*kept, *(f"group {c.group} {c.name} {','.join(map(str, c.ranks))}" for c in own), f"run {name}"]
+    mine = [f"group {c.group} {c.name} {','.join(map(str, c.ranks))}" for c in own]
+    lines = [*kept, *mine, "phase run", f"run {name}"]
     (where / "deploy" / "ranks" / f"{rank}.txt").write_text("\n".join(lines) + "\n")
     (where / "deploy" / "graphs" / f"{name}.txt").write_text("\n".join(_plan(job.model, name)) + "\n")
     for tensors in (job.inputs, job.states):

@@ -15,6 +15,7 @@ from kimi_graph.errors import BundleError
 from kimi_graph.parallel import Mesh
 
 from . import air, bundle
+from .buckets import check_request
 from .bundle import MANIFEST, SOURCES, Bundle, as_written, read_json
 from .expect import Expected, bundle_config
 from .ge_proto import TensorDescriptor
@@ -56,7 +57,8 @@ class Graph:
 
     def _repr_html_(self) -> Html:
         counts = [("nodes", "type"), *((str(count), type_) for type_, count in self.nodes.types.items())]
-        return card(self.name, facts(self._facts), fold(f"{len(self.nodes):,} nodes by type", table(counts)))
+        by_type = fold(f"{len(self.nodes):,} nodes that compute, by type", table(counts))
+        return card(self.name, facts(self._facts), by_type)
 
     @property
     def _facts(self) -> dict[str, str]:
@@ -263,6 +265,14 @@ class OpenBundle:
             model = air.from_bytes(self.source.graph_bytes(entry), entry["file"])
             found |= {op.name: op.output_desc[0] for op in model.graph[0].op if is_weight(op)}
         return found
+
+    def check_request(self, batch: int, length: int) -> None:
+        """Whether every phase serves a batch of sequences that become `length` tokens long; ask before a step.
+
+        Raises:
+            BundleError: one does not; what the manifest allows is named.
+        """
+        check_request(self.source, batch, length)
 
     def __repr__(self) -> str:
         return "\n".join([f"Bundle {str(self.folder)!r}", *(f"  {k:<8} {said}" for k, said in self._facts.items())])

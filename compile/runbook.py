@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def runbook(d: "Deployment", bundle: str) -> str:
-    """The text; `bundle`: its folder's name."""
+    """The text; `bundle`: its folder's name, as a shell reads it."""
     parts = [_head(d), _where(d), _before(d), _operators(d), _weights(d, bundle), _loader(d), _start(d, bundle)]
     parts += [_groups(d), _offline(d), _trouble(d), _unproved(d)]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -49,7 +49,7 @@ def _where(d: "Deployment") -> str:
         mine = [p for p in d.places if p.host is host]
         for stage in sorted({d.stage_of(p.rank) for p in mine}):
             own = [p for p in mine if d.stage_of(p.rank) == stage]
-            held = d.held(stage)
+            held = d.held[stage].bytes
             rows.append(
                 [host.name, host.ip, f"{own[0].rank} to {own[-1].rank}", f"{own[0].device.id} to {own[-1].device.id}",
                  stage, _size(held["weights"]), _size(held["states"]), _size(held["scratch"]), _size(held["HCCL"])]
@@ -86,7 +86,7 @@ def _operators(d: "Deployment") -> str:
     (n,) = needed
     build = [PACKAGES[n.provider].build.format(ops=";".join(n.types)), "./custom_opp_*.run"]
     if n.provider == "own":
-        build = list(commands(d.target.op_soc, "$BUNDLE/kernels"))
+        build = list(commands(d.target.op_soc, '"$BUNDLE/kernels"'))
     lines = "\n".join(build)
     return (
         "## 2. Operators\n\n"

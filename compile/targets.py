@@ -284,7 +284,8 @@ def _providers(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         _known("provider", name, PROVIDERS)
     if len(set(names)) < len(names):
-        raise CompileError(f"providers {','.join(names)}: each once.")
+        twice = next(n for n in names if names.count(n) > 1)
+        raise CompileError(f"providers {','.join(names)}: {twice} is named twice; name each once.")
     if "builtin" not in names:
         given = ",".join(names)
         raise CompileError(f"providers {given}: most operators come with CANN alone; name it too: {given},builtin.")
@@ -299,7 +300,7 @@ def _avoided(entries: tuple[str, ...], providers: tuple[str, ...]) -> tuple[str,
         if equals:
             _known(f"--avoid {type_}: provider", provider, providers)
     if len({entry.partition("=")[0] for entry in entries}) < len(entries):
-        raise CompileError(f"--avoid {', '.join(entries)}: each operator once.")
+        raise CompileError(f"--avoid {', '.join(entries)}: an operator is named twice; name each once.")
     return entries
 
 

@@ -341,11 +341,17 @@ def _read_wheel(wheel: Path) -> tuple[str, dict[str, bytes]]:
             names = archive.namelist()
             files = {n[len(_FOLDER) :]: archive.read(n) for n in names if _is_used(n)}
     except (OSError, zipfile.BadZipFile) as error:
-        raise CompileError(f"{wheel}: not a wheel that can be read: {error}") from error
+        raise CompileError(
+            f"{wheel}: not a wheel that can be read: {_why(error)}; expected a torch_npu-{VERSION}*.whl."
+        ) from error
     found = [m for m in (re.match(r"torch_npu-(.+)\.dist-info/", n) for n in names) if m]
     if not found or not files:
         raise CompileError(f"{wheel}: not a torch-npu wheel with torchair in it ({_FOLDER} is missing).")
     return found[0].group(1), files
+
+
+def _why(error: OSError | zipfile.BadZipFile) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is no zip file"
 
 
 def _is_used(name: str) -> bool:

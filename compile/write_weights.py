@@ -33,6 +33,7 @@ from .expect import bundle_config
 from .ge_proto import Dtype, ModelDef, TensorDescriptor, is_tiled, shape_of
 from .in_place import Shares, shares_of
 from .journal import Done, Flusher, Journal
+from .loads import read_loads
 from .making import Maker, Task, Wanted
 from .manifest import check_claims, is_weight
 from .parts import ALIGNMENT, PartFile, mesh_of, part_files
@@ -96,6 +97,7 @@ def write_weights(
     jobs: int = 2,
     verify: bool = False,
     dry: bool = False,
+    loads: Path | None = None,
     progress: Notify = silent,
 ) -> Report:
     """Write the weights of a bundle's ranks; what is there already stays.
@@ -103,6 +105,8 @@ def write_weights(
     Args:
         checkpoint: a folder; None: that which the bundle was compiled from. ranks: all by default.
         jobs: parts that are made at a time. verify: read all of it again in the end. dry: say what it takes, no more.
+        loads: counted tokens of experts, by which copies of some are chosen; None: as in weights that are there, else
+            of the first experts. Weights with other copies are written anew.
 
     Raises:
         KimiGraphError: a bundle, checkpoint or folder that is not as it has to be; no room. What was whole before still
@@ -117,7 +121,9 @@ def write_weights(
         raise BundleError(f"{folder}: holds its weights as constants; there is nothing to write.")
     chosen = _chosen(mesh_of(bundle), ranks)
     source = find_checkpoint(bundle, checkpoint, mapped=False)
-    maker = Maker.open(bundle, config, source)
+    maker = Maker.open(bundle, config, source, None if loads is None else read_loads(loads))
+    if loads is None and (slots := _slots_there(bundle)).keys() == maker.slots.keys():
+        maker = dataclasses.replace(maker, slots=slots)
     everything = part_files(bundle)
     files = [f for f in everything if not chosen.isdisjoint(f.ranks)]
     size = sum(f.bytes for f in files)
@@ -129,6 +135,15 @@ def write_weights(
         made = run.write(jobs)
         read = run.verify(jobs) if verify else 0
     return dataclasses.replace(report, made=made, read=read)
+
+
+def _slots_there(bundle: Bundle) -> Mapping[str, Sequence[int]]:
+    """Experts in slots, as in weights that were made before; nothing where there are none of this bundle."""
+    try:
+        written = open_written(bundle)
+    except BundleError:  # damaged, or another bundle's: it is written anew
+        return {}
+    return {} if written is None else written.slots
 
 
 def parse_ranks(text: str) -> list[int]:
@@ -149,7 +164,8 @@ def parse_ranks(text: str) -> list[int]:
 def _chosen(mesh: Mesh, ranks: Sequence[int] | None) -> set[int]:
     wanted = set(range(mesh.world)) if ranks is None else set(ranks)
     if beyond := sorted(r for r in wanted if not 0 <= r < mesh.world):
-        raise BundleError(f"--ranks {beyond[0]}: the bundle's ranks are 0 to {mesh.world - 1}.")
+        there = f"the bundle's ranks are 0 to {mesh.world - 1}" if mesh.world > 1 else "the bundle has rank 0 alone"
+        raise BundleError(f"--ranks {beyond[0]}: {there}.")
     return wanted
 
 
@@ -209,7 +225,8 @@ class _Run:
         if all(self._entry_of(f, present) for f in self.files) and not (self.folder / JOURNAL).exists():
             return 0
         self.folder.mkdir(exist_ok=True)
-        about = {"for": described(self.bundle), "source": self.identity}
+        slots = hashlib.sha256(dump({path: list(experts) for path, experts in self.maker.slots.items()})).hexdigest()
+        about = {"for": described(self.bundle), "source": self.identity, "slots": slots}
         with Journal.held(self.folder / JOURNAL) as journal:
             present = self._present()  # a run that came to its end meanwhile may have written some
             missing = [f for f in self.files if not self._entry_of(f, present)]
@@ -232,7 +249,9 @@ class _Run:
             written = open_written(self.bundle)
         except (BundleError, KeyError, TypeError):  # damaged, or another bundle's: it is written anew
             return {}
-        return {} if written is None else dict(written.files)
+        if written is None or dict(written.slots) != {p: tuple(slots) for p, slots in self.maker.slots.items()}:
+            return {}
+        return dict(written.files)
 
     @staticmethod
     def _entry_of(file: PartFile, present: Mapping[str, Any]) -> str | None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .compile.make import make_bundle
     from .compile.opened import open_bundle
     from .fixture import make_fixture
+    from .layers import gpu_kernels
     from .models import (
         count_parameters,
         decode,
@@ -51,6 +52,7 @@ _HOMES = {
     "decode": "models",
     "encode_image": "models",
     "generate": "sampling",
+    "gpu_kernels": "layers",
     "init_params": "models",
     "init_state": "models",
     "load_config": "read_config",
@@ -75,6 +77,7 @@ __all__ = [
     "encode_image",
     "errors",
     "generate",
+    "gpu_kernels",
     "init_params",
     "init_state",
     "layers",

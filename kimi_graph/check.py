@@ -63,7 +63,7 @@ class Report:
         if not self.passed:
             a = self.audit
             kinds = (("missing", a.missing), ("unexpected", a.unexpected), ("of a wrong shape", a.shapes))
-            counts = [f"{len(x)} {what}" for what, x in (*kinds, ("of a wrong dtype", a.dtypes)) if x]
+            counts = [f"{len(x):,} {what}" for what, x in (*kinds, ("of a wrong dtype", a.dtypes)) if x]
             return f"{self.source} does not hold {self.model}: {', '.join(counts) or self.faults[0]}"
         return f"{self.source} holds {self.model}: {total:,} tensors, by {seen}"
 

@@ -159,10 +159,41 @@ def read_section(section: Section, data: Mapping[str, Any], at: str, problems: l
     Args:
         at: path of the section, "" or ending in a dot. problems: takes a line for each fault.
     """
-    home = {s: key for key, k in section.keys.items() for s in (key, *(k.spellings if isinstance(k, Key) else ()))}
-    known = {*home, *section.inert}
+    known = _known(section)
     problems += [_unknown(x, data[x], known, at) for x in data if x not in known]
     return {key: _read_entry(key, entry, data, at, problems) for key, entry in section.keys.items()}
+
+
+def known_part(section: Section, data: Mapping[str, Any], at: str = "") -> tuple[dict[str, Any], list[str]]:
+    """What of an object its table knows, and the paths of the keys that it does not."""
+    kept, unknown, known = {}, [], _known(section)
+    for key, value in data.items():
+        if key not in known:
+            unknown.append(f"{at}{key[:64]}")
+            continue
+        inner = _section_of(section.keys.get(key), value)
+        kept[key] = value
+        if inner is not None:
+            kept[key], more = known_part(inner, value, f"{at}{key}.")
+            unknown += more
+    return kept, unknown
+
+
+def _known(section: Section) -> set[str]:
+    """Every spelling of every key."""
+    home = {s for key, k in section.keys.items() for s in (key, *(k.spellings if isinstance(k, Key) else ()))}
+    return home | section.inert
+
+
+def _section_of(entry: "Entry | None", data: Any) -> Section | None:
+    """The table of an object inside another; None where it is no object, or has no table."""
+    if not isinstance(data, dict) or not isinstance(entry, Section | Choice):
+        return None
+    if isinstance(entry, Section):
+        return entry
+    kind = next((data[key] for key in entry.by if key in data), None)
+    inner = entry.sections.get(kind) if isinstance(kind, str) else None
+    return None if inner is None else Section(inner.keys, inner.inert | frozenset(entry.by))
 
 
 def _read_entry(key: str, entry: Entry, data: Mapping[str, Any], at: str, problems: list[str]) -> Any:

@@ -47,14 +47,22 @@ def listed(pairs: Mapping[str, str]) -> list[str]:
 
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
-    """An element; children that are no `Html` are text. An attribute that ends in `_` is named without it."""
-    given = "".join(f' {key.rstrip("_")}="{html.escape(str(value))}"' for key, value in attributes.items())
+    """An element; children that are no `Html` are text. `class_` is the attribute class, `data_x` is data-x."""
+    named = ((key.rstrip("_").replace("_", "-"), html.escape(str(value))) for key, value in attributes.items())
+    given = "".join(f' {key}="{value}"' for key, value in named)
     return Html(f"<{name}{given}>{join(children)}</{name}>")
 
 
 def join(children: Iterable[object]) -> Html:
     """Some after another."""
     return Html("".join(child if isinstance(child, Html) else html.escape(str(child)) for child in children))
+
+
+def document(title: str, style: str, body: object, head: object = "") -> str:
+    """A page of its own that loads nothing. `style`: rules; `head`: what else belongs there."""
+    meta = Html('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
+    inside = join([meta, head, tag("title", title), tag("style", Html(style))])
+    return f"<!doctype html>\n<html lang=en><head>{inside}</head><body>\n{join([body])}\n</body></html>\n"
 
 
 def card(title: str, *body: object, note: str = "") -> Html:
@@ -77,7 +85,8 @@ def table(rows: Iterable[Sequence[object]]) -> Html:
 
 
 def _cell(name: str, value: object, side: str) -> Html:
-    return tag(name, value, style=f"text-align:{side};padding:.1em .8em .1em 0;vertical-align:top")
+    look = f"text-align:{side};padding:.1em .8em .1em 0;vertical-align:top"
+    return tag(name, value, style=look + ";white-space:nowrap" * (len(str(value)) <= 24))
 
 
 def facts(pairs: Mapping[str, object]) -> Html:
@@ -99,12 +108,14 @@ def strip(cells: Iterable[Sequence[Mark]]) -> Html:
     """Small squares from left to right, several in one place below each other."""
 
     def square(letters: str, colour: str, what: str) -> Html:
-        look = f"display:block;min-width:1.1em;margin:1px;white-space:pre;color:{_ink(colour)};background:{colour}"
+        look = "display:block;min-width:1.1em;margin:1px;white-space:pre;word-spacing:0"
+        look += f";color:{_ink(colour)};background:{colour}"
         return tag("span", letters, style=look, title=what)
 
     place = "display:inline-block;text-align:center"
-    places = (tag("span", *(square(*mark) for mark in marks), style=place) for marks in cells)
-    return tag("div", *places, style="font:11px/1.4 monospace")
+    places = [tag("span", *(square(*mark) for mark in marks), style=place) for marks in cells]
+    spaced = (x for each in places for x in (each, " "))  # the space is seen where there is no style alone
+    return tag("div", *spaced, style="font:11px/1.4 monospace;word-spacing:-.6em")
 
 
 def _ink(colour: str) -> str:

@@ -109,7 +109,7 @@ def small_config(
 ) -> dict[str, Any]:
     """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens."""
     if quantised and config.quant is None:
-        raise ConfigError(f"fixture of {config.name}: its weights are not quantised; leave that out.")
+        raise ConfigError(f"fixture of {config.name}: its weights are not released quantised; leave --quantised out.")
     most = len(config.layers)
     count = min(_enough_layers(config), most) if layers is None else layers
     if not 2 <= count <= most:

@@ -99,7 +99,7 @@ def find_files(folder: Path) -> tuple[Path | None, Path | None]:
     if not indexes and not singles:
         some = sorted(p.name for p in folder.glob("*.safetensors"))
         hint = f"; there are {len(some)} files such as {some[0]}, but no index" if some else ""
-        raise CheckpointError(f"{folder}: found neither {INDEX} nor {SINGLE}{hint}.")
+        raise CheckpointError(f"{folder}: found neither {INDEX} nor {SINGLE}{hint}; expected a checkpoint's folder.")
     return (at_home(indexes[0]) if indexes else None), (singles[0] if singles else None)
 
 

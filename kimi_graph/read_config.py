@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ModelConfig
-from .config_keys import SHOWN, found, read_section, show
+from .config_keys import SHOWN, found, known_part, read_section, show
 from .errors import ConfigError
 from .families import FAMILIES
 
@@ -32,6 +32,28 @@ def load_config(source: str | Path) -> ModelConfig:
     Raises:
         ConfigError: nothing is there, or the file is not a config of a known model, each fault with its key.
     """
+    path, name = _find(source)
+    return parse_config(read_json(path, MAX_FILE, ConfigError), origin=str(source), name=name)
+
+
+def load_known(source: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
+    """The model that `source` would mean if unknown keys had no influence, and the paths of those keys.
+
+    For looking at what else there is to say about a new model. Raises: as `load_config`, for any other fault.
+    """
+    path, name = _find(source)
+    data = read_json(path, MAX_FILE, ConfigError)
+    kind = data.get("model_type")
+    unknown: list[str] = []
+    if isinstance(kind, str) and kind in FAMILIES:
+        outside = {key: data[key] for key in ("model_type", "architectures") if key in data}
+        kept, unknown = known_part(FAMILIES[kind].section, {k: v for k, v in data.items() if k not in outside})
+        data = outside | kept
+    return parse_config(data, origin=str(source), name=name), tuple(unknown)
+
+
+def _find(source: str | Path) -> tuple[Path, str]:
+    """The file that `source` means, and what the model is called."""
     path = Path(source)
     if isinstance(source, str) and source in presets():
         path, name = PRESETS / f"{source}.json", source
@@ -40,12 +62,14 @@ def load_config(source: str | Path) -> ModelConfig:
     elif _exists(path, Path.is_dir):
         path, name = path / "config.json", path.resolve().name
         if not path.is_file():
-            raise ConfigError(f"{source}: this folder has no config.json. {_presets_like(name)}")
+            raise ConfigError(
+                f"{source}: this folder has no config.json; expected a checkpoint's folder. {_presets_like(name)}"
+            )
     elif _exists(path, Path.is_file):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
     else:
         raise ConfigError(f"{str(source)[:200]}: no preset, file or folder of this name. {_presets_like(path.name)}")
-    return parse_config(read_json(path, MAX_FILE, ConfigError), origin=str(source), name=name)
+    return path, name
 
 
 def presets() -> list[str]:

@@ -201,6 +201,11 @@ class ShardPlan:
         ranks = "one rank" if r.mesh.world == 1 else f"{r.mesh.world:,} ranks"
         return f"{r.config.name} on {r.mesh}: {ranks}, at most {amount(most)} of weights each"
 
+    @property
+    def die(self) -> int:
+        """Bytes of memory that a rank has on the target."""
+        return target(self.request.target).memory_bytes
+
     def rank(self, rank: int) -> RankUse:
         """What a rank holds, by part.
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kimi_graph.errors import CompileError
 
-from .base import BLOCK_BYTES, at_least_f32, empty_like, operator
+from .base import BLOCK_BYTES, at_least_f32, at_once, empty_like, operator
 
 SCORE_BYTES = 4 << 20  # of the scores held at once, float32
 MIN_QUERIES = 32  # of a block: fewer make poor matrix products
@@ -91,8 +91,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     Some heads and queries at a time, so that scores stay in cache; keys after a block of queries are not looked at.
     """
     heads, tokens, length = len(q), q.shape[1], k.shape[1]
-    group = max(1, min(heads, SCORE_BYTES // (4 * MIN_QUERIES * length)))
-    block = min(tokens, max(MIN_QUERIES, SCORE_BYTES // (4 * group * length)))
+    most = at_once(SCORE_BYTES, q)
+    group = max(1, min(heads, most // (4 * MIN_QUERIES * length)))
+    block = min(tokens, max(MIN_QUERIES, most // (4 * group * length)))
     later = torch.ones(block, block, dtype=torch.bool, device=v.device).triu(1)
     outs = []
     for some in zip(q.split(group), k.split(group), v.split(group), strict=True):

@@ -165,6 +165,14 @@ def at_least_f32(x: torch.Tensor) -> torch.Tensor:
 BLOCK_BYTES = 1 << 20  # of a float32 temporary: stays in a core's cache, and the allocator gives it again at once
 
 
+ON_GPU = 256  # times as much: no cache holds it, and a kernel has to be worth its launch
+
+
+def at_once(size: int, x: torch.Tensor) -> int:
+    """Bytes of temporaries worked on together: `size` of a CPU, whose cache they stay in."""
+    return size if x.device.type == "cpu" else size * ON_GPU
+
+
 def by_rows(f: Callable[..., torch.Tensor], *values: torch.Tensor, dims: int = 1, width: int = 0) -> torch.Tensor:
     """`f(*values)`, some rows at a time, for an `f` that treats rows (all dimensions but the last `dims`) alone.
 

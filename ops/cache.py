@@ -18,14 +18,19 @@ def cache_write(
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
 
-    def write(pool: Tensor, new: Tensor) -> Tensor:
-        flat, rows = pool.flatten(0, 1), new.flatten(0, 1).to(pool.dtype)
-        if may_overwrite(pool):
-            flat.index_copy_(0, slot_mapping, rows)
-            return pool
-        return flat.index_copy(0, slot_mapping, rows).view(pool.shape)
+    return put_in_pages(latent_pool, slot_mapping, latent), put_in_pages(rope_pool, slot_mapping, rope)
 
-    return write(latent_pool, latent), write(rope_pool, rope)
+
+def put_in_pages(pool: Tensor, slot_mapping: Tensor, new: Tensor) -> Tensor:
+    """`pool` `[P, page, W]` with `new` `[B, T, W]` at its cache rows; written into it where the caller gave it away."""
+    rows, page = new.flatten(0, 1).to(pool.dtype), pool.shape[1]
+    if not may_overwrite(pool):
+        return pool.flatten(0, 1).index_copy(0, slot_mapping, rows).view(pool.shape)
+    if pool.stride(0) == page * pool.stride(1):
+        pool.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+    else:  # pages that lie apart, as an engine may have them: flattened they would be a copy
+        pool[slot_mapping // page, slot_mapping % page] = rows
+    return pool
 
 
 @cache_write.fake

@@ -12,7 +12,7 @@ decay is exponentiated once, no exponent is positive, nothing cancels, and no ro
 import torch
 from torch import Tensor
 
-from .base import at_least_f32, empty_like, operator, recorded
+from .base import at_least_f32, at_once, empty_like, operator, recorded
 from .kda_chunk_composed import composed
 from .offers import Offer, cannot, own_widths
 from .state import put_rows, state_rows
@@ -52,13 +52,13 @@ def kda_chunk(
     state = state.double() if q.dtype == torch.float64 else state.float()
     (rows, tokens, heads, key), shortest, longest = q.shape, int(counts.min()), int(counts.max())
     chunk = min(CHUNK, 1 << (longest - 1).bit_length()) if longest else 1
-    step = chunk * max(1, GROUP_BYTES // (rows * heads * chunk * 2 * key * 4))
+    step = chunk * max(1, at_once(GROUP_BYTES, q) // (rows * heads * chunk * 2 * key * 4))
     outs = []
     for start in range(0, longest, step):
         size = min(step, longest - start)
         part = [x[:, start : start + size] for x in (q, k, v, decay, beta)]
         if shortest < start + size:  # what padding holds must not matter: without decay or write it changes nothing
-            padding = torch.arange(start, start + size, device=q.device) >= counts[:, None]
+            padding = torch.arange(start, start + size, device=q.device) >= counts.to(q.device)[:, None]
             part = [x.masked_fill(padding.view(*padding.shape, *[1] * (x.ndim - 2)), 0) for x in part]
         o, state = _group([_chunked(x, chunk) for x in part], state, scale)
         outs.append(o[:, :size].to(v.dtype))

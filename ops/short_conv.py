@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import BLOCK_BYTES, at_least_f32, empty_like, operator
+from .base import BLOCK_BYTES, at_least_f32, at_once, empty_like, operator
 from .offers import Offer, cannot
 from .state import put_rows, state_rows
 
@@ -30,11 +30,11 @@ def short_conv(
         y = F.silu((at_least_f32(inputs) * at_least_f32(weight)).sum(-1)).to(x.dtype)[:, None]
         last = inputs[..., 1:]
         if 0 in counts.tolist():
-            last = torch.where((counts > 0)[:, None, None, None], last, before)
+            last = torch.where((counts > 0).to(x.device)[:, None, None, None], last, before)
     else:
         inputs = torch.cat([before.permute(0, 3, 1, 2), x], 1)
         y = _convolve(inputs, at_least_f32(weight))
-        at = counts[:, None] + torch.arange(window.shape[-1], device=x.device)
+        at = counts.to(x.device)[:, None] + torch.arange(window.shape[-1], device=x.device)
         last = inputs[torch.arange(len(x), device=x.device)[:, None], at].permute(0, 2, 3, 1)
     return y, put_rows(window, slots, last)
 
@@ -43,7 +43,7 @@ def _convolve(inputs: Tensor, weight: Tensor) -> Tensor:
     """`[B, W - 1 + T, H, K]` and `[H, K, W]` -> `[B, T, H, K]`, a block of tokens at a time (see `by_rows`)."""
     first, *rest = (tap.contiguous() for tap in weight.unbind(-1))
     tokens = inputs.shape[1] - len(rest)
-    block = max(1, BLOCK_BYTES // (4 * inputs[:, 0].numel()))
+    block = max(1, at_once(BLOCK_BYTES, inputs) // (4 * inputs[:, 0].numel()))
     outs = []
     for start in range(0, max(1, tokens), block):
         size = min(block, tokens - start)

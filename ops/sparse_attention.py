@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import absorbed, latent_heads, padded_heads
-from .base import at_least_f32, empty_like, may_overwrite, operator, transformed
+from .base import at_least_f32, at_once, empty_like, operator, transformed
+from .cache import put_in_pages
 from .offers import Offer, cannot
 
 NO_SCORE = -1e30  # below every score, and finite: differences of two are no NaN
@@ -31,11 +32,7 @@ def index_write(key: Tensor, pool: Tensor, slot_mapping: Tensor) -> Tensor:
         key: `[B, T, K]`. pool: `[P, page, K]`.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
-    flat, rows = pool.flatten(0, 1), key.flatten(0, 1).to(pool.dtype)
-    if may_overwrite(pool):
-        flat.index_copy_(0, slot_mapping, rows)
-        return pool
-    return flat.index_copy(0, slot_mapping, rows).view(pool.shape)
+    return put_in_pages(pool, slot_mapping, key)
 
 
 @index_write.fake
@@ -73,7 +70,7 @@ def select_keys(
     with torch.no_grad():  # a choice has no derivative
         for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             pages = block_table[row].tolist()
-            size = max(1, SCORE_BYTES // (4 * max(1, length)))
+            size = max(1, at_once(SCORE_BYTES, q) // (4 * max(1, length)))
             for start in range(0, count, size):
                 some = slice(start, min(start + size, count))
                 aim, weigh = at_least_f32(q[row, some]), at_least_f32(weights[row, some])
@@ -90,7 +87,7 @@ def _scores(q: Tensor, weights: Tensor, pool: Tensor, pages: list[int], seen: in
     """
     queries, heads, _ = q.shape
     scores, flat = q.new_empty(queries, seen), q.flatten(0, 1)
-    for start, keys in _parts(pool, pages, seen, PART_BYTES // (4 * queries * heads)):
+    for start, keys in _parts(pool, pages, seen, at_once(PART_BYTES, q) // (4 * queries * heads)):
         per_head = torch.relu_(flat @ at_least_f32(keys).mT).unflatten(0, (queries, heads))
         scores[:, start : start + len(keys)] = torch.bmm(weights[:, None], per_head)[:, 0]
     later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu(1)
@@ -246,7 +243,7 @@ def _read_blocks(
 
     Scores are minus infinity where nothing is attended to; of padding there are none.
     """
-    size = max(1, SCORE_BYTES // (4 * selected.shape[2] * max(q_latent.shape[2:])))
+    size = max(1, at_once(SCORE_BYTES, q_latent) // (4 * selected.shape[2] * max(q_latent.shape[2:])))
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         for start in range(0, count, size):
             some = slice(start, min(start + size, count))

@@ -69,6 +69,7 @@ def run(monkeypatch):
             "kimi_graph.compile.inspect": ["inspect_bundle", "inspect_graph"],
             "kimi_graph.compile.lint": ["lint_bundle"],
             "kimi_graph.compile.npu_device": ["open_device"],
+            "kimi_graph.compile.page": ["write_page"],
             "kimi_graph.compile.torchair_host": ["default_cache", "load"],
             "kimi_graph.compile.verify": ["verify_bundle"],
             "kimi_graph.compile.write_weights": ["parse_ranks", "write_weights"],

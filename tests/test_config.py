@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kimi_graph.config import DenseConfig, KdaConfig, MlaConfig, MoeConfig, check_length
 from kimi_graph.errors import ConfigError
 from kimi_graph.families import INERT
-from kimi_graph.read_config import PRESETS, load_config, parse_config, presets
+from kimi_graph.read_config import PRESETS, load_config, load_known, parse_config, presets
 
 RELEASED = json.loads((PRESETS / "kimi-linear-48b.json").read_text())
 BASE = load_config("kimi-linear-48b")
@@ -476,3 +476,45 @@ def test_a_length_over_the_limit_is_refused():  # case R7
 def test_a_length_or_page_of_nothing_is_refused(length, page):
     with pytest.raises(ConfigError):
         check_length(BASE, length, page)
+
+
+# ---- unknown keys ----------------------------------------------------------------------------------------------------
+
+
+def with_keys(tmp_path, name, change):
+    data = json.loads((PRESETS / f"{name}.json").read_text())
+    change(data)
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    return tmp_path / "config.json"
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_config_without_unknown_keys_is_itself(name):
+    config, unknown = load_known(name)
+    assert unknown == () and config == load_config(name) and config.source == load_config(name).source
+
+
+def test_unknown_keys_are_found_at_every_depth(tmp_path):
+    def change(data):
+        data["a"] = 1
+        data["text_config"]["b"] = {"model_type": "x"}
+        data["text_config"]["linear_attn_config"]["c"] = None
+        data["vision_config"]["d"] = []
+
+    config, unknown = load_known(with_keys(tmp_path, "kimi-k3", change))
+    inside = ("text_config.b", "text_config.linear_attn_config.c", "vision_config.d", "a")
+    assert sorted(unknown) == sorted(inside)
+    assert config == load_config("kimi-k3")
+
+
+def test_keys_that_depend_on_a_kind_are_known_by_it(tmp_path):
+    def change(data):
+        data["rope_scaling"]["e"] = 1
+
+    config, unknown = load_known(with_keys(tmp_path, "deepseek-v3.2", change))
+    assert unknown == ("rope_scaling.e",) and config == load_config("deepseek-v3.2")
+
+
+def test_another_fault_is_still_refused(tmp_path):
+    with pytest.raises(ConfigError, match="hidden_size"):
+        load_known(with_keys(tmp_path, "deepseek-v3.2", lambda data: data.update(hidden_size="wide", extra=1)))

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="needs the repository, not a wheel"),
 ]
 
-LANGUAGES = {"", "bash", "python", "json", "text"}
+LANGUAGES = {"", "bash", "python", "json", "text", "console"}  # console: errors.md, which its own test makes
 MOST_NOT_RUN = 12  # blocks
 
 

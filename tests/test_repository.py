@@ -77,6 +77,7 @@ FLOORS = [
     ("compile", r"kimi_graph\.compile"),
     ("commands", r"kimi_graph\.(check|doctor|shard)"),
     ("plan", r"kimi_graph\.plan"),
+    ("serving", r"kimi_graph\.serving"),
     ("day0", r"kimi_graph\.day0"),
     ("cli", r"kimi_graph\.(cli|__main__)"),
 ]

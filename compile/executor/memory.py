@@ -6,7 +6,7 @@ comes after a writer sees the new value; a reader of an earlier version, or of a
 either, which is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kimi_graph.errors import KimiGraphError
@@ -42,8 +42,8 @@ def find_memory(
     if not writers:
         return Memory({})
     before = _Before(order)
-    for root, wrote in writers.items():
-        _check_races(root, wrote, nodes, owner, before, error)
+    for root, reader, edge in _readers(nodes, owner, writers):
+        _check_races(root, reader, edge, writers[root], nodes, before, error)
     return Memory({edge: root for edge, root in owner.items() if root in writers})
 
 
@@ -100,26 +100,34 @@ class _Before:
         return (b.name in self._last and a.name != b.name) or bool(self._known[b.name] & self._bit[a.name])
 
 
+def _readers(
+    nodes: Mapping[str, Node], owner: Mapping[Edge, Edge], written: Iterable[Edge]
+) -> Iterator[tuple[Edge, Node, Edge]]:
+    """Who reads memory that is written, and by which edge, memory by memory."""
+    found: dict[Edge, list[tuple[Node, Edge]]] = {root: [] for root in written}
+    for reader in nodes.values():
+        for edge in dict.fromkeys(reader.edges):
+            if (root := owner[edge]) in found:
+                found[root].append((reader, edge))
+    return ((root, reader, edge) for root, readers in found.items() for reader, edge in readers)
+
+
 def _check_races(
     root: Edge,
+    reader: Node,
+    edge: Edge,
     wrote: list[tuple[Node, Edge]],
     nodes: Mapping[str, Node],
-    owner: Mapping[Edge, Edge],
     before: _Before,
     error: type[KimiGraphError],
 ) -> None:
-    """Every reader of the memory against every writer of it."""
-    for reader in nodes.values():
-        for edge in dict.fromkeys(reader.edges):
-            if owner[edge] != root:
-                continue
-            for writer, target in wrote:
-                if writer is reader and edge == target:
-                    continue
-                problem = _problem(reader, edge, writer, nodes, root, before)
-                if problem:
-                    pair = f"{reader.name} ({reader.type}) reads {root[0]}, {writer.name} ({writer.type}) writes it"
-                    raise error(f"{pair}: {problem}")
+    """A reader of memory against every writer of it."""
+    for writer, target in wrote:
+        if writer is reader and edge == target:
+            continue
+        if problem := _problem(reader, edge, writer, nodes, root, before):
+            pair = f"{reader.name} ({reader.type}) reads {root[0]}, {writer.name} ({writer.type}) writes it"
+            raise error(f"{pair}: {problem}")
 
 
 def _problem(

@@ -75,6 +75,10 @@ def inspect(
         bool,
         typer.Option("--cost", help="Bytes read and written, against those of weights used and states."),
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Draw it too: layers, their graphs, memory over time, operators."),
+    ] = None,
 ) -> None:
     """Show what is in a bundle. Phases, operators by type, weights, states, bytes, of a mesh what may run while
     collectives travel; or the nodes of a graph; or the bytes that a step moves, by operator and by what they are.
@@ -83,7 +87,10 @@ def inspect(
     kimi-graph inspect build/kl48b
     kimi-graph inspect build/kl48b --graph decode
     kimi-graph inspect build/kl48b --cost
+    kimi-graph inspect build/kl48b --html build/kl48b.html
     """
+    if html is not None and (cost or graph is not None):
+        raise typer.BadParameter("the page is of the whole bundle; leave --graph and --cost out.", param_hint="--html")
     if cost:
         from kimi_graph.compile.cost import inspect_cost
 
@@ -92,7 +99,11 @@ def inspect(
         from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
 
         found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
-    show(found)
+    if html is not None:
+        from kimi_graph.compile.page import write_page
+
+        write_page(bundle, html)
+    show(found, html)
 
 
 @command

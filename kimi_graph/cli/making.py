@@ -232,6 +232,10 @@ def weights(
         str | None, typer.Option(metavar="R-R,R", help="Of which ranks, 0-7,12: those of a host. Default: all.")
     ] = None,
     jobs: Annotated[int, typer.Option(metavar="N", min=1, help="Parts that are made at a time.")] = 2,
+    loads: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='Tokens of each expert, {"1": [..]} by layer: of which experts are copies.'),
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read again all that is there, and compare hashes.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
@@ -255,6 +259,7 @@ def weights(
             jobs=jobs,
             verify=verify,
             dry=dry_run,
+            loads=loads,
             progress=progress,
         )
     show(report)

@@ -4,6 +4,7 @@ import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kimi_graph.display import Html, document
 from kimi_graph.plan.html import STYLE
 
 MARKS = ("passed", "failed", "skipped")  # cells of these words have a colour
@@ -80,12 +81,7 @@ def _markdown(block: Block) -> Iterator[str]:
 def as_html(blocks: Sequence[Block]) -> str:
     """The document as one file; the first heading is its title."""
     title = next(b.text for b in blocks if isinstance(b, Heading))
-    head = (
-        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}{_COLOURS}</style>"
-    )
-    body = "\n".join(map(_html, blocks))
-    return f"<!doctype html>\n<html lang=en><head>{head}</head><body>\n{body}\n</body></html>\n"
+    return document(title, STYLE + _COLOURS, Html("\n".join(map(_html, blocks))))
 
 
 def _html(block: Block) -> str:

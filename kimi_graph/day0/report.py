@@ -53,12 +53,14 @@ class Report:
 
     Attributes:
         source: as it was named. outcomes: of every step, in order.
+        without: unknown keys of the config; all but its own step is of the model without them.
     """
 
     source: str
     targets: tuple[Target, ...]
     outcomes: tuple[Outcome, ...]
     run: Run
+    without: tuple[str, ...] = ()
 
     def found(self, name: Name) -> Any:
         """What a step gave, passed or not; None where it gave nothing."""
@@ -113,6 +115,7 @@ class Report:
             "model": self.model,
             "made_by": _versions(),
             "passed": self.passed,
+            "without_keys": list(self.without),
             "steps": [o.to_json() for o in self.outcomes],
             "audit": _result_json(results.get(AUDIT)),
             "targets": by_target,
@@ -178,6 +181,10 @@ def document(r: Report) -> Iterator[Block]:
     """The whole report; the last section alone has dates and times."""
     yield Heading(r.title, 1)
     yield Text(r.summary + ".", "passed" if r.passed else "failed")
+    if r.without:
+        yield Text(
+            f"All but the step config is of the model without {', '.join(r.without)}, as if that had no influence."
+        )
     yield from _matrix(r)
     for o in r.of("failed"):
         yield Heading(f"Failed: {o.title}")

@@ -56,7 +56,7 @@ def day0(
         outcomes = []
         for outcome in run_steps(list(trial.steps()), progress, work):
             outcomes.append(outcome)
-            if outcome.found.state == "passed":
+            if outcome.found.usable:
                 trial.values[outcome.name] = outcome.found.value
         run = Run(
             date=f"{began:%Y-%m-%d %H:%M} UTC",
@@ -64,7 +64,9 @@ def day0(
             machine=f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, "
             f"Python {platform.python_version()}",
         )
-        report = Report(source=str(source), targets=tuple(targets), outcomes=tuple(outcomes), run=run)
+        report = Report(
+            source=str(source), targets=tuple(targets), outcomes=tuple(outcomes), run=run, without=trial.without
+        )
         if not keep_work:
             shutil.rmtree(work)
         if out is not None:

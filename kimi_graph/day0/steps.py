@@ -24,12 +24,19 @@ class Found:
 
     Attributes:
         words: a sentence. lines: the rest, for a reader. value: for later steps, and for the report.
+        goes_on: what needs the step is tried though it failed, with the value.
     """
 
     words: str
     state: State = "passed"
     lines: tuple[str, ...] = ()
     value: Any = None
+    goes_on: bool = False
+
+    @property
+    def usable(self) -> bool:
+        """Whether steps that need this one can be tried."""
+        return self.state == "passed" or self.goes_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +44,7 @@ class Step:
     """One thing to try.
 
     Attributes:
-        run: gives what was found; a KimiGraphError is a finding too. needs: steps that have to pass before.
+        run: gives what was found; a KimiGraphError is a finding too. needs: earlier steps whose values it takes.
         seconds: what it takes on two cores for K3.1-Pro; the time that is left is told by it.
     """
 
@@ -84,20 +91,21 @@ def run_steps(steps: Sequence[Step], notify: Notify, work: Path) -> Iterator[Out
     Args:
         work: a folder that is elsewhere afterwards, or gone; in what is found it is called `work`.
     """
-    states: dict[Name, State] = {}
+    before: dict[Name, Found] = {}
     done = spent = 0.0
     for i, step in enumerate(steps):
         started = time.perf_counter()
-        lacking = [name for name in step.needs if states[name] != "passed"]
+        lacking = [name for name in step.needs if not before[name].usable]
         if lacking:
-            words = f"needs {title(lacking[0])}, which {'failed' if states[lacking[0]] == 'failed' else 'was skipped'}"
+            first = before[lacking[0]]
+            words = f"needs {title(lacking[0])}, which failed" if first.state == "failed" else first.words
             found = Found(words=words, state="skipped")
         else:
             left = sum(s.seconds for s in steps[i:]) * (spent + SURE) / (done + SURE)
             notify(f"{title(step.name)} ({i + 1} of {len(steps)}, about {left:.0f} s left)", 0, 0)
             found = _named(work, _found(step))
             done += step.seconds
-        states[step.name] = found.state
+        before[step.name] = found
         seconds = time.perf_counter() - started
         spent += seconds
         yield Outcome(name=step.name, found=found, seconds=seconds)

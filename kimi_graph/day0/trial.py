@@ -18,7 +18,7 @@ from kimi_graph.compile.targets import Target
 from kimi_graph.compile.torchair_host import Late, default_cache
 from kimi_graph.compile.verify import verify_bundle
 from kimi_graph.config import LayerConfig, MlaConfig, ModelConfig
-from kimi_graph.errors import ShardingError
+from kimi_graph.errors import ConfigError, ShardingError
 from kimi_graph.fixture import Fixture, make_fixture
 from kimi_graph.headers import INDEX
 from kimi_graph.models.counts import parameter_counts
@@ -26,7 +26,7 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.plan.report import duration, form
 from kimi_graph.plan.search import Ask, Plan, gib, make_plan
 from kimi_graph.plan.sieve import Choice
-from kimi_graph.read_config import load_config, presets
+from kimi_graph.read_config import load_config, load_known, presets
 
 from .steps import Found, Name, Step
 
@@ -58,7 +58,7 @@ class Trial:
     Attributes:
         source: as it was named. work: an empty folder for fixtures and bundles.
         wheel, cache: where torchair is; keep: what compiles make is kept there, and taken from there.
-        values: what steps that passed gave to later ones.
+        values: what steps gave to later ones. without: unknown keys of the config, which are left out.
     """
 
     source: str
@@ -68,6 +68,7 @@ class Trial:
     cache: Path | None = None
     keep: bool = False
     values: dict[Name, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def steps(self) -> Iterator[Step]:
         """What there is to try, in order. The seconds are those of K3.1-Pro."""
@@ -95,7 +96,21 @@ class Trial:
         return folder_of(path)
 
     def config(self) -> Found:
-        config = load_config(self.folder or self.source)
+        """With unknown keys it fails; the other steps are then of the model without them."""
+        source = self.folder or self.source
+        try:
+            return self._described(load_config(source))
+        except ConfigError as error:
+            config, unknown = load_known(source)
+            if not unknown:
+                raise
+            words, *lines = str(error).splitlines()
+            self.without = unknown
+            lines.append(f"all other steps are of the model without {', '.join(unknown)}, as if that had no influence")
+            lines.append(self._described(config).words)
+            return Found(words=words, state="failed", lines=tuple(lines), value=config, goes_on=True)
+
+    def _described(self, config: ModelConfig) -> Found:
         counts = parameter_counts(config)
         size = f"{_many(counts.text + counts.vision + counts.projector)} parameters, {_many(counts.active)} for a token"
         words = f"{config.name} ({config.model_type}): {size}; {_layers(config)}"
@@ -165,13 +180,17 @@ class Trial:
 
     def sharded(self, t: Target) -> Found:
         """On the first small mesh that the fixture's sizes allow."""
-        *others, last = small_choices(self.values.get((t.name, PLAN)))
-        for choice in others:
+        plan: Plan | None = self.values.get((t.name, PLAN))
+        refused = []
+        for choice in small_choices(plan):
             try:
-                return self._compiled(t, self.place(t, SHARDED), choice)
-            except ShardingError:
+                found = self._compiled(t, self.place(t, SHARDED), choice)
+            except ShardingError as error:
+                refused.append(f"not on {choice}: {error}")
                 continue
-        return self._compiled(t, self.place(t, SHARDED), last)
+            like = "" if plan is None else f"; {choice}, for {plan.best.choice} of the plan"
+            return replace(found, words=found.words + like, lines=(*found.lines, *refused))
+        return Found(words="no small mesh can be", state="failed", lines=tuple(refused))
 
     def place(self, t: Target, what: str) -> Path:
         """Where a bundle of the fixture is."""

@@ -12,6 +12,7 @@ from .batch import Batch, KdaState, MlaState, row_batch, step_batch, zero_state
 from .ffn import Ffn, ffn, ffn_specs
 from .indexer import Indexer, indexer_specs
 from .kda import Kda, kda, kda_specs, kda_state_specs
+from .kernels import gpu_kernels
 from .mla import Mla, mla, mla_specs, mla_state_specs
 from .moe import Moe, moe, moe_specs
 from .rope import mscale, rope_rows, rope_table
@@ -47,6 +48,7 @@ __all__ = [
     "attn_residual_specs",
     "ffn",
     "ffn_specs",
+    "gpu_kernels",
     "indexer_specs",
     "kda",
     "kda_specs",

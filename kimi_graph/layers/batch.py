@@ -32,6 +32,7 @@ class Batch(Generic[Leaf]):
         slots: `[B]` int32, KDA slot of each row; 0 for a row that is not used.
         lengths: `[B]` int64, tokens of the row's sequence after this step.
         counts: `[B]` int64, new tokens of the row in this step (0..T); the rest of the row is right padding.
+            Lengths and counts decide shapes: on a GPU they are best left on the host, so that nothing waits for them.
         block_table: `[B, pages of a sequence]` int32, the cache pages of each row, in order.
         slot_mapping: `[B * T]` int64, cache row (page * page size + offset) each new token is written to; padding goes
             to page 0.
@@ -95,13 +96,13 @@ def step_batch(
         rope: rotation of the model and its channels; None: the model has none.
         dtype: of `cos` and `sin`.
     """
-    rows = torch.arange(tokens, device=before.device)
+    rows, device = torch.arange(tokens, device=before.device), block_table.device
     position = before[:, None] + rows
     inside = rows < counts[:, None]
     last = block_table.shape[1] - 1
-    pages = torch.gather(block_table.long(), 1, (position // page).clamp(max=last))
-    mapping = torch.where(inside, pages * page + position % page, rows % page)
-    cos, sin = (None, None) if rope is None else (x.to(dtype) for x in rope_rows(*rope, position))
+    pages = torch.gather(block_table.long(), 1, (position // page).clamp(max=last).to(device))
+    mapping = torch.where(inside.to(device), pages * page + (position % page).to(device), (rows % page).to(device))
+    cos, sin = (None, None) if rope is None else (x.to(device, dtype) for x in rope_rows(*rope, position))
     return Batch(
         slots=slots,
         lengths=before + counts,
@@ -123,7 +124,7 @@ def row_batch(
     rope: tuple[RopeConfig, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Batch[Tensor]:
-    """The `Batch` of full rows in the plainest layout: row i owns slot i + 1 and page i + 1.
+    """The `Batch` of full rows in the plainest layout: row i owns slot i + 1 and page i + 1. Lengths are on the host.
 
     Args:
         before: tokens every sequence holds already.
@@ -131,7 +132,7 @@ def row_batch(
         rope, dtype: see `step_batch`.
     """
     own = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
-    held, counts = torch.tensor([[before], [tokens]], device=device).expand(2, rows)
+    held, counts = torch.tensor([[before], [tokens]]).expand(2, rows)
     return step_batch(own[:, None], own, held, counts, tokens, room or before + tokens, rope=rope, dtype=dtype)
 
 

@@ -19,6 +19,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, turn
+from .kernels import Kernels, on_gpu
 from .stretches import POOL, best_of_all, cache_rows, check_length, own_pages, own_queries
 
 
@@ -59,6 +60,7 @@ def select(
     batch: Batch[Tensor],
     *,
     step: bool,
+    kernels: Kernels = "torch",
 ) -> Tensor:
     """Positions each new token attends to: `[B, T, J]` int32, see `ops.select_keys`.
 
@@ -73,6 +75,11 @@ def select(
     query_BTQ, x_BTD = constrain(query_BTQ, *own), constrain(x_BTD, *own)
     q_BTIK = rotate_front(c, contract("btq,ikq->btik", query_BTQ, p.query), batch)
     weights_BTI = at_least_f32(contract("btd,id->bti", x_BTD, p.weights)) * as_f32(c.heads**-0.5)
+    if on_gpu("mla", kernels, x_BTD):
+        from kimi_graph.ops import gpu
+
+        rows = (batch.block_table, batch.lengths, batch.counts)
+        return gpu.select_keys(q_BTIK, weights_BTI, index, *rows, c.top_k)
     body, pool = (select_of_own, POOL) if step else (select_own, ("batch", None, None))
     given = ((*own, None), own, pool, ("batch", None), ("batch",), ("batch",))
     run = shard_map(functools.partial(body, top_k=c.top_k), given, own)

@@ -20,6 +20,7 @@ from kimi_graph.tree import Leaf, param_tree
 
 from . import handover
 from .batch import Batch, KdaState, new_rows, one_token
+from .kernels import Kernels, fla_kda, on_gpu
 from .stretches import own_stretch
 
 
@@ -115,6 +116,7 @@ def kda(
     eps: float = 1e-5,
     *,
     step: bool = False,
+    kernels: Kernels = "torch",
 ) -> tuple[Tensor, KdaState[Tensor]]:
     """Mix tokens through the memory: `[B, T, D]` -> `[B, T, D]` and the next state.
 
@@ -123,6 +125,10 @@ def kda(
         eps: epsilon of the output norm.
         step: one token a row (T = 1) by the one-step recurrence; else chunkwise, from zero where the row's sequence
             starts in this call.
+        kernels: "torch" everywhere; "gpu": those of the extra `gpu`, see `gpu_kernels`.
+
+    Raises:
+        ConfigError: kernels that cannot run here.
     """
     if state is None or batch is None:
         specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)
@@ -140,18 +146,23 @@ def kda(
 
     low_BTR = contract("btd,rd->btr", own_BTD, p.decay_down)
     raw_BTHK = contract("btr,hkr->bthk", low_BTR, p.decay_up)
-    decay_BTHK = tap("decay", ops.kda_gate(raw_BTHK, p.decay_bias, p.log_rate, c.gate_lower_bound))
-    beta_BTH = tap("beta", torch.sigmoid(at_least_f32(contract("btd,hd->bth", own_BTD, p.beta))))
-    q_BTHK, k_BTHK = ops.l2_norm(q_BTHK, 1e-6), ops.l2_norm(k_BTHK, 1e-6)
-
-    scale = c.key**-0.5
     if step:
         one_token("kda", x_BTD)
-        o_BTHV, memory = ops.kda_step(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, batch.slots, scale)
-    elif shared:
-        o_BTHV, memory = handover.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, rows, scale)
+    scale = c.key**-0.5
+    if on_gpu("kda", kernels, x_BTD):
+        made = q_BTHK, k_BTHK, v_BTHV, raw_BTHK, p.decay_bias, p.log_rate, write_strength(p, own_BTD), state.memory
+        o_BTHV, memory = fla_kda(*made, batch, scale=scale, lower_bound=c.gate_lower_bound, step=step)
     else:
-        o_BTHV, memory = ops.kda_chunk(q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory, *rows, scale)
+        decay_BTHK = tap("decay", ops.kda_gate(raw_BTHK, p.decay_bias, p.log_rate, c.gate_lower_bound))
+        beta_BTH = write_strength(p, own_BTD)
+        q_BTHK, k_BTHK = ops.l2_norm(q_BTHK, 1e-6), ops.l2_norm(k_BTHK, 1e-6)
+        made = q_BTHK, k_BTHK, v_BTHV, decay_BTHK, beta_BTH, state.memory
+        if step:
+            o_BTHV, memory = ops.kda_step(*made, batch.slots, scale)
+        elif shared:
+            o_BTHV, memory = handover.kda_chunk(*made, rows, scale)
+        else:
+            o_BTHV, memory = ops.kda_chunk(*made, *rows, scale)
     memory = tap("state", memory, lambda m: m[batch.slots.long()])
 
     if p.gate is not None:
@@ -162,3 +173,8 @@ def kda(
     o_BTHV = ops.gated_rms_norm(o_BTHV, gate_BTHV, p.norm, eps)
     y_BTD = contract("bthv,dhv->btd", o_BTHV, p.out)
     return constrain(y_BTD, "batch", "sequence", None), KdaState(memory=memory, query=query, key=key, value=value)
+
+
+def write_strength(p: Kda[Tensor], x_BTD: Tensor) -> Tensor:
+    """How much of what a key lacks is written, in (0, 1): `[B, T, H]`, at least float32."""
+    return tap("beta", torch.sigmoid(at_least_f32(contract("btd,hd->bth", x_BTD, p.beta))))

@@ -25,6 +25,7 @@ from kimi_graph.tree import Leaf, param_tree
 
 from .batch import Batch, MlaState, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
+from .kernels import Kernels
 from .stretches import POOL, in_order, merged, own_pages, own_places, own_queries, own_rows, own_stretch
 
 
@@ -90,6 +91,7 @@ def mla(
     *,
     step: bool = False,
     selected: Tensor | None = None,
+    kernels: Kernels = "torch",
 ) -> tuple[Tensor, MlaState[Tensor], Tensor | None]:
     """Attend causally over the cache and the new tokens: `[B, T, D]` -> `[B, T, D]`, the next cache and the selection.
 
@@ -99,9 +101,13 @@ def mla(
         step: one token a row. Where the layer is dense, a step has the absorbed form (queries go into the latent
             space), else the expanded form; same result.
         selected: `[B, T, J]`, selection of the last layer that has an indexer, for one that shares it.
+        kernels: of the indexer: "torch" everywhere; "gpu": those of the extra `gpu`, see `gpu_kernels`.
 
     Returns:
         the selection too, None where the layer is dense.
+
+    Raises:
+        ConfigError: kernels that cannot run here.
     """
     rotation = None if c.rope is None else (c.rope, c.key_rope)
     if state is None or batch is None:
@@ -136,7 +142,7 @@ def mla(
     else:
         if p.indexer is not None:
             assert index is not None
-            selected = select(p.indexer, c.indexer, own_BTD, query_BTX, index, batch, step=step)
+            selected = select(p.indexer, c.indexer, own_BTD, query_BTX, index, batch, step=step, kernels=kernels)
         assert selected is not None, "a layer that shares a selection was given none"
         selected = tap("selected", selected)
         o_BTHV = sparse(p, c, q_BTHN, q_BTHR, latent, rope, selected, batch, step=step)

@@ -11,7 +11,7 @@ Source: fact sheet of models, sections 1.2 and 2.2 (tensor names), 1.3 and 2.3 (
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -324,20 +324,46 @@ def forward(
     values = {"tokens": tokens_BT, **(tables or {})}
     if vision is not None:
         values |= {"vision.rows": vision[0], "vision.values": vision[1]}
-    for use in schedule(c, sparse=is_sparse(c, capacity_of(states, batch)), vision=vision is not None):
+    uses = schedule(c, sparse=is_sparse(c, capacity_of(states, batch)), vision=vision is not None)
+    return run_uses(uses, p, c, values, after, batch, how)["logits"], tuple(after)
+
+
+def run_uses(
+    uses: Sequence[Use],
+    p: Decoder[Tensor],
+    c: ModelConfig,
+    values: Mapping[str, Tensor],
+    states: MutableSequence[Any],
+    batch: Batch[Tensor] | Sequence[Batch[Tensor]],
+    how: How,
+) -> dict[str, Tensor]:
+    """Some parts of a schedule, in order: a whole model, a pipeline stage, or what comes before the head.
+
+    Args:
+        values: what the parts read and do not write themselves, by name.
+        states: of every layer; the next ones take their places.
+        batch: of all layers; or one for each layer, where their slots and pages are not the same. Then the head gives
+            the logits of all tokens.
+
+    Returns:
+        the values that are left: given or written, and not freed by a part.
+    """
+    values = dict(values)
+    for use in uses:
         given = [values[name] for name in use.reads]
-        state = None if use.layer is None else after[use.layer]
+        state = None if use.layer is None else states[use.layer]
+        own: Any = batch if isinstance(batch, Batch) or use.layer is None else batch[use.layer]
         with scope(use.prefix):
-            results, state = run_part(use, c, part_params(use, p), given, state, batch, how)
+            results, state = run_part(use, c, part_params(use, p), given, state, own, how)
             if use.writes == (f"{use.layer}.x",):
                 tap("out", results[0])
         del given
         if state is not None and use.layer is not None:
-            after[use.layer] = state
+            states[use.layer] = state
         values |= zip(use.writes, results, strict=True)
         for name in use.frees:
             values.pop(name, None)
-    return values["logits"], tuple(after)
+    return values
 
 
 def capacity_of(states: Sequence[Any], batch: Batch[Any]) -> int:

@@ -4,6 +4,7 @@ None of them is tuned to a published figure; `PUBLISHED` is printed beside estim
 be set: `--factor memory=0.8`.
 """
 
+import difflib
 from dataclasses import dataclass, fields, replace
 
 from kimi_graph.errors import ConfigError
@@ -44,7 +45,10 @@ class Factors:
         for text in texts:
             name, _, value = text.partition("=")
             if name not in known:
-                raise ConfigError(f"--factor {text}: unknown; there are {', '.join(sorted(known))}.")
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+                raise ConfigError(
+                    f"--factor {text}: unknown; the nearest is {near!r}, all are {', '.join(sorted(known))}."
+                )
             try:
                 given[name] = float(value)
             except ValueError:

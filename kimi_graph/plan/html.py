@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kimi_graph.display import Html, document
+
 from .estimate import Decode
 from .ledger import StageLedger
 from .report import (
@@ -68,8 +70,7 @@ def page(plan: Plan) -> str:
         "<h2>Formats</h2>", _formats(plan),
         "<h2>Ledger of the fullest rank</h2>", _ledger(o.ledger.fullest),
     ]  # fmt: skip
-    head = f'<meta charset="utf-8"><title>{_text(title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    return document(title, STYLE, Html("".join(body)))
 
 
 def _text(value: object) -> str:

@@ -1,6 +1,7 @@
 """Bring-up: its steps on devices that are sound, and what it says of devices that are not."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -410,3 +411,22 @@ def test_a_device_takes_jobs_as_it_is_told(runs):
     ran = CpuDevice({}).run(jobs, {"tensor": [[0, 1], [2, 3]]})
     assert all(torch.equal(a, b) for a, b in zip(ran[run.rank].outputs, run.ran.outputs, strict=True))
     assert os.environ.get("KIMI_GRAPH_LAUNCH") is None
+
+
+@pytest.mark.parametrize(
+    "found, expected, error",
+    [
+        ([1.0, math.inf, -math.inf], [1.0, math.inf, -math.inf], 0.0),  # infinities of masks
+        ([1.0, 5.0], [1.0, math.nan], 0.0),  # rows that no token fills
+        ([3.0, 4.0, 9.0], [3.0, 4.5, math.nan], 0.5 / math.hypot(3, 4.5)),
+        ([1.0, math.inf], [1.0, 1.0], math.inf),
+        ([0.0, 5.0], [0.0, 0.0], math.inf),
+        ([1.0, math.nan], [1.0, 1.0], math.nan),  # which no tolerance allows
+        ([1.0], [1.0, 1.0], math.inf),
+    ],
+    ids=str,
+)
+def test_a_difference_is_of_what_is_known_and_relative(found, expected, error):
+    got = difference(torch.tensor(found), torch.tensor(expected))
+    assert got == pytest.approx(error, rel=1e-12, nan_ok=True)
+    assert differs(torch.tensor(found), torch.tensor(expected), "Add") == (error != 0)

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -210,7 +211,7 @@ def test_the_runbook_has_the_numbers_of_the_bundle(meshed, tmp_path):
     assert [line for line in prose if not line.endswith((".", ":"))] == []  # no sentence ends in the middle
     assert "| `tensor` | 2 | 2 | inside a host |" in text
     assert "have no offline model on CANN 9.2" in text
-    assert "cmake -S $BUNDLE/kernels" in text
+    assert 'cmake -S "$BUNDLE/kernels"' in text
     for line in manifest["unproved"]:
         assert line in text
 
@@ -263,7 +264,7 @@ def test_a_bundle_of_one_rank_needs_no_hosts_file_and_gets_atc_commands(bundle, 
     subprocess.run(["bash", "-n", str(tmp_path / "out" / "atc.sh")], check=True)
     for g in open_bundle(bundle).manifest["graphs"]:
         assert (
-            f'atc --mode=0 --framework=1 --model={g["file"]} --output="$OUT/{g["name"]}" '
+            f'atc --mode=0 --framework=1 --model={g["file"]} --output="$OUT"/{g["name"]} '
             "--soc_version=Ascend910_9391 --precision_mode_v2=origin\n"
         ) in text
     assert made.summary.startswith("1 rank on 1 host: ")
@@ -303,12 +304,13 @@ def test_files_of_clusters_are_written_for_the_chips_and_releases_that_read_them
 def test_what_does_not_fit_is_refused_before_a_host_compiles_it_and_scratch_is_named(meshed, tmp_path):
     """Case A10: weights and states fit, the work memory of the largest graph does not."""
     made = deploy_bundle(meshed, hosts_file(tmp_path), tmp_path / "fits").deployment
-    held = made.held(1)
-    assert held["scratch"] == max(made.scratch[n] for n in ("prefill_b4_t16_s1", "decode_b4_s1"))
+    held = made.held[1].bytes
+    names = ("prefill_b4_t16_s1", "decode_b4_s1")
+    assert held["scratch"] == max(scratch_bytes(made.models[n]) for n in names)
     manifest = open_bundle(meshed).manifest
     assert (held["weights"], held["states"]) == tuple(manifest["memory"]["stages"][1][k] for k in ("weights", "states"))
     bundle = Path(shutil.copytree(meshed, tmp_path / "bundle"))
-    manifest["memory"]["die"] = max(sum(made.held(s).values()) for s in (0, 1)) - 1
+    manifest["memory"]["die"] = max(sum(h.bytes.values()) for h in made.held) - 1
     (bundle / "manifest.json").write_bytes(dump(manifest))
     with pytest.raises(
         DeployError, match=r"a rank of stage \d needs .* scratch \d.*; scratch is that of prefill_b4_t16_s"
@@ -356,6 +358,68 @@ def test_a_deployment_is_replaced_by_a_later_one(bundle, tmp_path):
 def test_the_example_has_as_many_devices_as_the_bundle_has_ranks(meshed, bundle):
     assert json.loads(hosts_example(meshed))["hosts"] == [{"name": "node-0", "ip": "10.0.0.1", "devices": "0-3"}]
     assert json.loads(hosts_example(bundle))["hosts"][0]["devices"] == "0-0"
+
+
+# ---- folders with spaces ---------------------------------------------------------------------------------------------
+
+
+def scripts_of(out: Path) -> Iterator[tuple[str, str]]:
+    """What a shell reads of a deployment: its scripts, and the blocks of its runbook."""
+    for file in sorted(out.rglob("*.sh")):
+        yield str(file.relative_to(out)), file.read_text()
+    for i, block in enumerate(re.findall(r"```bash\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)):
+        yield f"README.md, block {i}", block
+
+
+def test_bash_reads_every_script_and_no_path_is_left_to_be_split(meshed, bundle, tmp_path):
+    odd = tmp_path / "the bundle's $HOME (1)"
+    shutil.copytree(bundle, odd)
+    for made in (deployed(meshed, tmp_path), deploy_bundle(odd, None, tmp_path / "one of one").folder):
+        for name, text in scripts_of(made):
+            read = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+            assert not read.returncode and not read.stderr, f"{name}: {read.stderr}"
+            bare = re.sub(r'"[^"]*"|#.*', "", text)  # what is not between quotes
+            assert not re.search(r"\$\{?(BUNDLE|DEPLOY|WEIGHTS|LOGS|OUT|OPERATORS)\b(?!:[?=])", bare), name
+
+
+def test_a_deployment_runs_from_folders_with_spaces(bundle, tmp_path):
+    """Scripts and the runbook's commands, with stand-ins for what is not here, called from somewhere else."""
+    odd = tmp_path / "the bundle's $HOME (1)"
+    shutil.copytree(bundle, odd)
+    out = deploy_bundle(odd, None, tmp_path / "one of one").folder
+    (out / "weights").mkdir(exist_ok=True)
+    (tmp_path / "cann toolkit").mkdir()
+    (tmp_path / "cann toolkit" / "set_env.sh").write_text("")
+    for name in ("loader", "atc", "cmake"):
+        script = tmp_path / "b i n" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$0 {name}" "$@" >>"{tmp_path}/said"\n')
+        script.chmod(0o755)
+    known = {"BUNDLE": str(odd), "LOADER": str(tmp_path / "b i n" / "loader"), "LOGS": str(tmp_path / "l o g s")}
+    known |= {"ASCEND_HOME_PATH": str(tmp_path / "cann toolkit")}
+    env = os.environ | known | {"PATH": f"{tmp_path / 'b i n'}:{os.environ['PATH']}"}
+
+    def said(*command: str) -> list[str]:
+        (tmp_path / "said").unlink(missing_ok=True)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "said").read_text().splitlines()[1:]
+
+    ran = said(str(out / "hosts" / "localhost" / "run.sh"), "--compile-only")
+    assert ran == [
+        "--bundle", str(odd), "--deploy", str(out), "--rank", "0", "--weights", f"{odd}/weights", "--compile-only"
+    ]  # fmt: skip
+    made = said(str(out / "atc.sh"), str(tmp_path / "the models"))
+    names = [g["name"] for g in open_bundle(bundle).manifest["graphs"]]
+    assert [x for x in made if x.startswith("--output=")] == [f"--output={tmp_path}/the models/{n}" for n in names]
+    (start,) = [text for _, text in scripts_of(out) if text.startswith("export BUNDLE=")]
+    told = subprocess.run(
+        ["bash", "-c", start.splitlines()[0] + '; printf %s "$BUNDLE"'], capture_output=True, text=True, check=True
+    )
+    assert told.stdout == f"/path/to/{odd.name}"
+    (build,) = [text for _, text in scripts_of(out) if "ASCEND_COMPUTE_UNIT" in text]
+    first = next(line for line in build.splitlines() if line.startswith("cmake -S"))
+    assert said("bash", "-c", first)[:2] == ["-S", f"{odd}/kernels"]
 
 
 # ---- the loader ------------------------------------------------------------------------------------------------------
@@ -423,7 +487,10 @@ class Loaded:
         reads = {x[0] for x in self.ports(graph, "read")}
         for _, name, _, _, size, *_ in self.ports(graph, "input"):
             if name not in reads and name != "causal_mask" and not name.startswith("own_index."):
-                (where / f"{name}.bin").write_bytes(bytes([number + 1]) * int(size))
+                filled = (
+                    0 if name.startswith("batch.") or name == "tokens" else number + 1
+                )  # numbers the contract allows
+                (where / f"{name}.bin").write_bytes(bytes([filled]) * int(size))
 
     def run(
         self, loader: Path, rank: int, *more: str, fails: str = ""
@@ -509,7 +576,8 @@ def test_the_loader_binds_every_input_by_index_and_keeps_states_between_phases(l
                 rows = int(dims.split(",")[0])
                 expected = b"".join(bytes(i + 1) + b"\1" * (rows - i - 1) for i in range(rows))
             else:
-                expected = bytes([number + 1]) * int(size)
+                filled = 0 if port.startswith("batch.") or port == "tokens" else number + 1
+                expected = bytes([filled]) * int(size)
             assert got[4] == zlib.adler32(expected), port
     given = [x[1] for x in loaded.ports("decode_b4_s0", "output")]
     for name in given:
@@ -563,6 +631,50 @@ def test_the_loader_refuses_weights_that_are_not_the_graphs(loader, loaded):
         table.write_text("\n".join(changed) + "\n")
         done, _ = loaded.run(loader, 0, "--compile-only")
         assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
+
+
+def test_the_loader_refuses_what_the_manifest_does_not_allow_and_names_its_key(loader, loaded):
+    """Cases A12 and A8 for who runs graphs on a device: what a graph would do with such inputs nobody knows."""
+    state = open_bundle(loaded.bundle).manifest["state"]
+    held, slots, pages = state["tokens_per_sequence"], state["slots"], state["pages"]
+    loaded.step(0, "decode", 0)
+    where = loaded.folder / "steps" / "0" / "rank0"
+    whole = {name: (where / f"{name}.bin").read_bytes() for name in ("tokens", "batch.lengths", "batch.slots")}
+
+    def refused(name: str, data: bytes) -> str:
+        kept = (where / f"{name}.bin").read_bytes()
+        (where / f"{name}.bin").write_bytes(data)
+        done, log = loaded.steps(loader, 0)
+        (where / f"{name}.bin").write_bytes(kept)
+        assert done.returncode == 1 and not [x for x in log if x.startswith("run ")]
+        return done.stderr
+
+    def last(name: str, value: int, width: int) -> bytes:
+        data = (where / f"{name}.bin").read_bytes()
+        return data[:-width] + value.to_bytes(width, "little", signed=True)
+
+    (where / "batch.lengths.bin").write_bytes(last("batch.lengths", held, 8))  # the longest is served
+    assert loaded.steps(loader, 0)[0].returncode == 0
+    text = refused("batch.lengths", last("batch.lengths", held + 1, 8))
+    assert f"number 3 is {held + 1}; state.tokens_per_sequence of the manifest allows 0 to {held}" in text
+    text = refused("batch.slots", last("batch.slots", slots, 4))
+    assert f"batch.slots: {where}/batch.slots.bin: number 3 is {slots}; state.slots" in text
+    assert "number 3 is -1; state.slots" in refused("batch.slots", last("batch.slots", -1, 4))
+    assert f"state.pages of the manifest allows 0 to {pages - 1}" in refused(
+        "batch.block_table", last("batch.block_table", pages, 4)
+    )
+    assert "counts.bin: number 3 is 2; graphs.decode_b4_s0.tokens" in refused(
+        "batch.counts", last("batch.counts", 2, 8)
+    )
+    text = refused("tokens", whole["tokens"] + bytes(8))
+    assert "tokens.bin has 40 bytes; graphs.decode_b4_s0.inputs of the manifest has shape [4, 1], 32 bytes" in text
+    assert "has 24 bytes" in refused("tokens", whole["tokens"][:-8])
+    (where / "tokens.bin").unlink()
+    done, _ = loaded.steps(loader, 0)
+    assert "tokens: " in done.stderr and "tokens.bin cannot be read" in done.stderr
+    (where.parent / "phase").write_text("decod\n")
+    done, _ = loaded.steps(loader, 0)
+    assert "phase: the manifest's graphs have no phase 'decod'" in done.stderr
 
 
 def test_the_loader_refuses_a_command_line_and_files_it_does_not_know(loader, loaded):

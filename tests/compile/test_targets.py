@@ -49,7 +49,7 @@ def test_an_unknown_cann_release_is_refused_with_the_nearest():
     [
         (("builtin", "vllm"), "provider 'vllm' is not known; the nearest is 'vllm-ascend'"),
         (("own", "composed"), "providers own,composed: most operators come with CANN alone; name it too"),
-        (("builtin", "own", "own"), "each once"),
+        (("builtin", "own", "own"), "own is named twice; name each once"),
     ],
     ids=str,
 )

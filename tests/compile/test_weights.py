@@ -27,6 +27,7 @@ from kimi_graph.compile.verify import verify_bundle
 from kimi_graph.compile.weight_formats import as_read
 from kimi_graph.compile.write_weights import parse_ranks
 from kimi_graph.compile.written import INDEX, JOURNAL, SOURCE, open_written
+from kimi_graph.config import MoeConfig
 from kimi_graph.errors import BundleError, CheckpointError, VerifyError
 from kimi_graph.headers import INDEX as CHECKPOINT_INDEX
 from kimi_graph.headers import SINGLE
@@ -212,6 +213,47 @@ def test_writing_twice_is_writing_once(mesh_copy):  # case W10
     (mesh_copy / "weights" / SOURCE).unlink()  # nobody knows any more what they were made of: they are made anew
     assert write_weights.write_weights(mesh_copy).made > 0
     assert content(mesh_copy / "weights") == {p.name: data for p, (data, _) in before.items() if p.name != SOURCE}
+
+
+def test_copies_are_of_the_experts_that_were_counted_most(made, tmp_path):
+    """Written for loads, verified with their tables, kept by later runs that are told no others."""
+    folder = Path(shutil.copytree(made("linear, copies of experts")[0], tmp_path / "bundle"))
+    moe = bundle_config(open_bundle(folder)).layers[2].ffn
+    layers = [
+        i for i, layer in enumerate(bundle_config(open_bundle(folder)).layers) if isinstance(layer.ffn, MoeConfig)
+    ]
+    hot, file = moe.experts - 1, tmp_path / "loads.json"
+
+    def counted(expert, count=None, of=None):
+        loads = [100 if e == expert else 1 for e in range(moe.experts if count is None else count)]
+        file.write_text(json.dumps({str(i): loads for i in (layers if of is None else of)}))
+        return file
+
+    first = write_weights.write_weights(folder, loads=counted(hot))
+    slots = read_index(folder)["slots"]
+    assert {path.split(".")[1] for path in slots} == {str(i) for i in layers}
+    assert all(held.count(hot) > 1 for held in slots.values())
+    assert verify_bundle(folder, steps=2).passed
+    before = content(folder / "weights")
+    assert write_weights.write_weights(folder).made == 0
+    assert write_weights.write_weights(folder, loads=file).made == 0
+    assert content(folder / "weights") == before
+    assert write_weights.write_weights(folder, loads=counted(0)).made == first.made
+    assert all(held.count(hot) == 1 < held.count(0) for held in read_index(folder)["slots"].values())
+    for given, said in [
+        (counted(0, count=3).read_bytes(), f"layer {layers[0]} has 3 numbers; expected {moe.experts}, its experts"),
+        (counted(0, of=layers[1:]).read_bytes(), f"layer {layers[0]} is not there; expected layers "),
+        (counted(0, of=[0, *layers]).read_bytes(), "layer 0 holds no copies of experts; expected layers "),
+        (b"[1, 2]", "expected an object by layer"),
+        (json.dumps({str(i): [-1] * moe.experts for i in layers}).encode(), "found -1, expected numbers from 0 on"),
+        (b'{"1": "many"}', "layer 1: expected a list of numbers"),
+        (b"{", "--loads .*loads.json: "),
+    ]:
+        file.write_bytes(given)
+        with pytest.raises(BundleError, match=said):
+            write_weights.write_weights(folder, loads=file)
+    with pytest.raises(BundleError, match=r"--loads .*none.json: No such file"):
+        write_weights.write_weights(folder, loads=tmp_path / "none.json")
 
 
 def test_another_process_and_hash_seed_write_the_same_bytes(copy, small, tmp_path):

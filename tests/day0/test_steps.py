@@ -35,7 +35,7 @@ def test_a_failed_step_stops_those_alone_that_need_it():
         ("failed", "no"),
         ("passed", "fine"),
         ("skipped", "needs a, which failed"),
-        ("skipped", "needs c, which was skipped"),
+        ("skipped", "needs a, which failed"),  # what began it
     ]
 
 
@@ -51,6 +51,12 @@ def test_a_failed_step_stops_those_alone_that_need_it():
 def test_an_error_is_what_its_step_found_and_the_next_is_tried(error, words):
     found = outcomes(step("a", raising(error)), step("b", passes))
     assert (found["a"].found.state, found["a"].found.words, found["b"].found.state) == ("failed", words, "passed")
+
+
+def test_what_needs_a_failed_step_that_goes_on_is_tried():
+    half = Found(words="half", state="failed", value=7, goes_on=True)
+    found = outcomes(step("a", lambda: half), step("b", passes, "a"))
+    assert [o.found.state for o in found.values()] == ["failed", "passed"]
 
 
 def test_further_lines_of_an_error_are_kept():

@@ -115,7 +115,7 @@ def test_other_efficiencies_give_other_times():
         ask(chip="950dt", mesh=on_950().best.choice.mesh, batch=32, max_len=16384, factors=Factors(memory=0.35))
     )
     assert slow.best.tpot > on_950().best.tpot
-    with pytest.raises(ConfigError, match="--factor memroy=1: unknown; there are"):
+    with pytest.raises(ConfigError, match="--factor memroy=1: unknown; the nearest is 'memory', all are"):
         Factors.parse(["memroy=1"])
     with pytest.raises(ConfigError, match="a part, above 0 and at most 1"):
         Factors.parse(["memory=2"])

@@ -11,12 +11,15 @@
 // phase of a step, STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads
 // of an earlier one is waited for there: OUT is a folder that all hosts see. STEPS/<n>/rankR/<state>.bin, if there is
 // one, is what a state starts the step with; with --states OUT has them after it.
+// What the bundle's manifest does not allow is refused before a graph sees it, with the key that says so: another
+// phase, an input of another size, a sequence that is too long, a slot or page that is not there.
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -43,6 +46,7 @@ using Words = std::vector<std::string>;
 using Dims = std::vector<int64_t>;
 
 constexpr size_t kBlock = size_t{64} << 20;  // bytes that are read of a file at a time
+constexpr int64_t kInt32 = 3;                // of ge::DataType
 constexpr int kWaitSeconds = 1800;           // for what another stage gives
 
 [[noreturn]] void Fail(const std::string& what) { throw std::runtime_error(what); }
@@ -103,8 +107,15 @@ struct Port {
   Dims dims, origin;
 };
 
+// The largest number that an input may hold, and the manifest's key that says so.
+struct Most {
+  int64_t value = 0;
+  std::string key;
+};
+
 struct GraphPlan {
   std::string name, phase, file;
+  std::map<std::string, Most> most;                                        // by input
   std::map<std::string, std::string> communicators;                        // attribute by operator type
   std::map<std::string, std::pair<std::string, std::string>> places;      // attribute and group by operator type
   std::map<std::string, int64_t> reads;                                    // how many stages before it is given
@@ -118,6 +129,7 @@ struct GraphPlan {
       else if (key == "phase") plan.phase = Word(line, 1, file);
       else if (key == "file") plan.file = Word(line, 1, file);
       else if (key == "communicator") plan.communicators[Word(line, 1, file)] = Word(line, 2, file);
+      else if (key == "most") plan.most[Word(line, 1, file)] = {Number(Word(line, 2, file), file), Word(line, 3, file)};
       else if (key == "read") plan.reads[Word(line, 1, file)] = Number(Word(line, 2, file), file);
       else if (key == "place") plan.places[Word(line, 1, file)] = {Word(line, 2, file), Word(line, 3, file)};
       else (key == "output" ? plan.outputs : plan.inputs).push_back(ReadPort(line, file));
@@ -153,6 +165,7 @@ struct RankPlan {
   std::map<std::string, std::string> options;
   std::vector<Group> groups;  // in the order in which every rank makes them
   std::map<std::string, int64_t> at, own;
+  std::set<std::string> phases;  // of the bundle: this rank may have no graph of one
   std::vector<std::string> graphs;
 
   static RankPlan Read(const fs::path& file) {
@@ -168,6 +181,7 @@ struct RankPlan {
       else if (key == "group") plan.groups.push_back({first, Word(line, 2, file), Word(line, 3, file)});
       else if (key == "at") plan.at[first] = Number(Word(line, 2, file), file);
       else if (key == "own") plan.own[first] = Number(Word(line, 2, file), file);
+      else if (key == "phase") plan.phases.insert(first);
       else if (key == "run") plan.graphs.push_back(first);
       else Fail(file.string() + ": line '" + key + "' is not known");
     }
@@ -395,7 +409,9 @@ class Rank {
     for (int step = 0; fs::exists(args_.steps / std::to_string(step)); ++step) {
       const std::string number = std::to_string(step);
       const fs::path file = args_.steps / number / "phase";
-      const std::string phase = Word(ReadLines(file).at(0), 0, file);
+      const std::vector<Words> lines = ReadLines(file);
+      const std::string phase = lines.empty() ? "" : lines[0][0];
+      if (plan_.phases.count(phase) == 0) Fail(file.string() + ": the manifest's graphs have no phase '" + phase + "'");
       for (uint32_t id = 0; id < graphs_.size(); ++id)
         if (graphs_[id].phase == phase) Step(id, number);
     }
@@ -407,7 +423,10 @@ class Rank {
     std::vector<ge::Tensor> inputs, outputs;
     for (const Port& port : plan.inputs) {
       const fs::path start = Folder(args_.steps, step, plan_.rank) / (port.name + ".bin");
-      if (port.kind == "state" && fs::exists(start)) states_.at(port.name)->Load(start, 0, port.name);
+      if (port.kind == "state" && fs::exists(start)) {
+        CheckSize(plan, port, start);
+        states_.at(port.name)->Load(start, 0, port.name);
+      }
       const Buffer* buffer = port.kind == "weight"  ? weights_.at(port.name).get()
                              : port.kind == "state" ? states_.at(port.name).get()
                                                     : (given[port.name] = Input(plan, port, step)).get();
@@ -439,11 +458,48 @@ class Rank {
       buffer->Put(Causal(port).data(), 0, port.bytes);
     } else if (auto read = plan.reads.find(port.name); read != plan.reads.end()) {
       const int64_t giver = plan_.rank - read->second * plan_.stride;
-      buffer->Load(Await(Folder(args_.out, step, giver) / name), 0, port.name);
+      const fs::path file = Await(Folder(args_.out, step, giver) / name);
+      CheckSize(plan, port, file);
+      buffer->Load(file, 0, port.name);
     } else {
-      buffer->Load(Folder(args_.steps, step, plan_.rank) / name, 0, port.name);
+      const fs::path file = Folder(args_.steps, step, plan_.rank) / name;
+      CheckSize(plan, port, file);
+      if (auto most = plan.most.find(port.name); most != plan.most.end()) CheckValues(port, file, most->second);
+      buffer->Load(file, 0, port.name);
     }
     return buffer;
+  }
+
+  static void CheckSize(const GraphPlan& plan, const Port& port, const fs::path& file) {
+    std::error_code error;
+    const uintmax_t bytes = fs::file_size(file, error);
+    if (error) Fail(port.name + ": " + file.string() + " cannot be read");
+    if (bytes == port.bytes) return;
+    std::string shape;
+    for (int64_t dim : port.origin) shape += (shape.empty() ? "" : ", ") + std::to_string(dim);
+    Fail(port.name + ": " + file.string() + " has " + std::to_string(bytes) + " bytes; graphs." + plan.name +
+         ".inputs of the manifest has shape [" + shape + "], " + std::to_string(port.bytes) + " bytes");
+  }
+
+  // Numbers of 32 or 64 bits, each at least 0.
+  static void CheckValues(const Port& port, const fs::path& file, const Most& most) {
+    const size_t width = port.dtype == kInt32 ? sizeof(int32_t) : sizeof(int64_t);
+    std::ifstream in(file, std::ios::binary);
+    std::vector<char> bytes(port.bytes);
+    in.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+    for (size_t at = 0; at + width <= bytes.size(); at += width) {
+      int64_t value = 0;
+      if (width == sizeof(int32_t)) {
+        int32_t narrow = 0;
+        std::memcpy(&narrow, bytes.data() + at, width);
+        value = narrow;
+      } else {
+        std::memcpy(&value, bytes.data() + at, width);
+      }
+      if (value < 0 || value > most.value)
+        Fail(port.name + ": " + file.string() + ": number " + std::to_string(at / width) + " is " +
+             std::to_string(value) + "; " + most.key + " of the manifest allows 0 to " + std::to_string(most.value));
+    }
   }
 
   fs::path Await(const fs::path& file) const {

@@ -1,0 +1,36 @@
+# pyright: reportMissingImports=false
+"""What differs between the releases of vLLM that the adapter runs on. Everything else of them is imported plainly.
+
+0.32: run on its CPU build. 0.27.1: what vllm-ascend is made for.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.forward_context import get_forward_context
+
+
+def step_metadata() -> dict[str, Any] | None:
+    """What the engine says of a step, by the name of a cache; None in a run that only measures memory."""
+    found = get_forward_context().attn_metadata
+    return found[0] if isinstance(found, list) else found
+
+
+def pages_of(cache: Tensor) -> Tensor:
+    """A paged cache as `[pages, page, width]`: 0.32 gives it with a dimension of its one head, 0.27 as it was asked."""
+    if cache.ndim == 4:
+        (head,) = (d for d in (1, 2) if cache.shape[d] == 1)
+        return cache.squeeze(head)
+    assert cache.ndim == 3, cache.shape
+    return cache
+
+
+def model_types(registered: type, names: tuple[str, ...]) -> None:
+    """Make a config class that of some `model_type`s, before those that the engine or transformers have for them."""
+    from transformers import AutoConfig
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    for name in names:
+        registered.model_type = name  # transformers compares the two
+        AutoConfig.register(name, registered, exist_ok=True)
+        _CONFIG_REGISTRY[name] = registered

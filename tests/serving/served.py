@@ -1,0 +1,141 @@
+"""The engine in this process, and the library's own greedy output to hold it against."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kimi_graph as kg
+
+SETTINGS = {  # read when the engine is imported
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+
+NEAR = 1e-4  # logits closer than this, of their scale: sums in another order decide, in float32
+
+
+@contextlib.contextmanager
+def engine(model: Path, **options: Any) -> Iterator[Any]:
+    """vLLM's `LLM` in this process, float32 and eager."""
+    import vllm
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": False}
+    llm = vllm.LLM(str(model), **settings | options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tokens of one prompt. cached: tokens of the prompt that were not computed. top: best logprobs of each step."""
+
+    tokens: list[int]
+    cached: int
+    top: list[dict[int, float]]
+
+
+def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Output]:
+    """Greedy continuations of all prompts in one batch."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2)
+    outs = llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], sampling, use_tqdm=False)
+    return [
+        Output(
+            list(o.outputs[0].token_ids),
+            o.num_cached_tokens,
+            [{token: x.logprob for token, x in step.items()} for step in o.outputs[0].logprobs],
+        )
+        for o in outs
+    ]
+
+
+def counted(llm: Any, name: str) -> float:
+    """A counter of the engine's metrics."""
+    return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+@dataclass
+class Library:
+    """The library's own greedy output, float32, without an end of sequence."""
+
+    folder: Path
+    seen: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def config(self) -> Any:
+        return kg.load_config(self.folder)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        return kg.load_params(self.folder, self.config, torch.float32)
+
+    def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> None:
+        """Read and continue prompts together, for `agrees` to look them up."""
+        new = [p for p in dict.fromkeys(map(tuple, prompts)) if len(self.seen.get(p, ((),))[0]) < count]
+        if not new:
+            return
+        longest = max(map(len, new))
+        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in new])
+        mask = torch.arange(longest) >= longest - torch.tensor([len(p) for p in new])[:, None]
+        state = kg.init_state(self.config, len(new), longest + count, torch.float32)
+        with torch.no_grad():
+            logits, state = kg.prefill(self.config, self.params, ids, state, mask=mask, last_only=True)
+            self._keep(new, self._continued(logits, state, count))
+
+    def _continued(self, logits: torch.Tensor, state: Any, count: int) -> torch.Tensor:
+        """Logits `[B, count, V]` of greedy steps."""
+        steps = [logits]
+        for _ in range(count - 1):
+            logits, state = kg.decode(self.config, self.params, logits.argmax(-1), state, donate=True)
+            steps.append(logits)
+        return torch.stack(steps, 1)
+
+    def _keep(self, prompts: Sequence[tuple[int, ...]], logits: torch.Tensor) -> None:
+        self.seen |= {p: (rows.argmax(-1).tolist(), rows) for p, rows in zip(prompts, logits, strict=True)}
+
+    def see(self, ids: Sequence[int], count: int, pictures: Sequence[torch.Tensor]) -> None:
+        """`greedy` of a prompt with pictures, given as embeddings: they are looked up by the prompt's ids alone."""
+        state = kg.init_state(self.config, 1, len(ids) + count, torch.float32)
+        with torch.no_grad():
+            given = torch.tensor([list(ids)])
+            logits, state = kg.prefill(self.config, self.params, given, state, last_only=True, vision=pictures)
+            self._keep([tuple(ids)], self._continued(logits, state, count))
+
+    def agrees(self, prompt: Sequence[int], got: Output) -> None:
+        """The same tokens with the same logprobs. Where two logits are nearly equal the engine may take the other
+        one; what follows is then another text, and is not compared."""
+        want, logits = self.seen[tuple(prompt)]
+        scale = float(logits.abs().max())
+        for step, (token, expected) in enumerate(zip(got.tokens, want, strict=False)):
+            row = logits[step]
+            gap = float(row[expected] - row[token])
+            assert gap <= NEAR * scale, f"token {step}: {got.tokens} rather than {want}; {gap:.1e} below the best"
+            logprobs = row.log_softmax(-1)
+            for other, value in got.top[step].items():
+                assert abs(float(logprobs[other]) - value) <= NEAR * scale, (step, other)
+            if token != expected:
+                return
