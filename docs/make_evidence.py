@@ -227,7 +227,7 @@ CONSTANTS = (
         "compile/test_expert_pair.py",
     ),
     Constant(
-        "compile.deploy", "BUFFER_MIB", "MiB of HCCL_BUFFSIZE unless set", "documents of HCCL", "compile/test_deploy.py"
+        "compile.fit", "BUFFER_MIB", "MiB of HCCL_BUFFSIZE unless set", "documents of HCCL", "compile/test_deploy.py"
     ),
     Constant(
         "compile.deploy",
@@ -236,7 +236,7 @@ CONSTANTS = (
         "enum of formats in the headers of ge",
         "compile/test_deploy.py",
     ),
-    Constant("compile.deploy", "RUNTIME", "bytes of a die that driver and runtime take", OWN, "compile/test_deploy.py"),
+    Constant("compile.fit", "RUNTIME", "bytes of a die that driver and runtime take", OWN, "compile/test_deploy.py"),
     Constant(
         "compile.rank_tables",
         "LONGEST_GROUP",
