@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph.errors import BundleError, KimiGraphError
+from kimi_graph.progress import Notify, silent
 
 from .bundle import MANIFEST, Bundle, dump, open_bundle
 from .cut import cut, parsed
@@ -38,12 +39,7 @@ from .manifest import target_of
 from .sides import Recorded, Sides, Stage
 from .verify import native_tolerance
 
-Notify = Callable[[str, int, int], None]
 JOURNAL, REPORT = "journal.jsonl", "report"
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

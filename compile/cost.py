@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kimi_graph.progress import Notify, silent
+
 from . import air
 from .bundle import Bundle, as_written, open_bundle
 from .ge_proto import Dtype
@@ -399,7 +401,7 @@ def _graph_json(g: GraphCost, listed: bool) -> dict[str, Any]:
     return found | ({"nodes": nodes} if listed else {})
 
 
-def inspect_cost(folder: Path, phase: str | None = None) -> Costs:
+def inspect_cost(folder: Path, phase: str | None = None, progress: Notify = silent) -> Costs:
     """What the nodes of a bundle's graphs read and write; of one phase, node by node, where one is named.
 
     Raises:
@@ -408,7 +410,11 @@ def inspect_cost(folder: Path, phase: str | None = None) -> Costs:
     bundle = open_bundle(folder)
     with as_written(folder):
         entries = bundle.manifest["graphs"] if phase is None else [bundle.graph(phase)]
-        found = Costs(bundle, [bundle_cost(bundle, entry) for entry in entries], listed=phase is not None)
+        graphs = []
+        for entry in entries:
+            progress("count", len(graphs), len(entries))
+            graphs.append(bundle_cost(bundle, entry))
+        found = Costs(bundle, graphs, listed=phase is not None)
         found.text()
     return found
 

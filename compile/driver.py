@@ -23,6 +23,7 @@ from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
 from kimi_graph.ops.kernel_project import operators, project_files
 from kimi_graph.parallel import Mesh, Rules
+from kimi_graph.progress import Notify, silent
 
 from . import air, bundle, constants
 from .at_load import bucket_entries, left_to_do
@@ -61,12 +62,6 @@ from .targets import Target
 from .torchair_host import Host, Late, default_cache
 from .weight_formats import Packed, expert_weights, kept_form, native_form, usable
 from .wrap import wrapped, wrapped_items
-
-Progress = Callable[[str, int, int], None]  # what, done, total
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def legal_phases(config: ModelConfig) -> tuple[str, ...]:
@@ -567,7 +562,7 @@ def compile_model(
     cache_dir: Path | None = None,
     keep: bool = False,
     must_fit: bool = True,
-    progress: Progress = silent,
+    progress: Notify = silent,
 ) -> Compiled:
     """Compile a model into a bundle. See `Request` for the numbers; None takes its default (phases: all).
 
@@ -643,7 +638,7 @@ def compile_bundle(
     out: Path | None,
     checkpoint: Path | None = None,
     clock: Clock | None = None,
-    progress: Progress = silent,
+    progress: Notify = silent,
     kept: Kept | None = None,
     must_fit: bool = True,
 ) -> dict[str, Any]:

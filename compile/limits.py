@@ -467,7 +467,7 @@ def _(use: Use) -> Iterator[Fault | Met]:
         yield f"moe_expert_num is {total} for {ways} ranks", "a multiple", ""
         return
     if why := no_pair(use.target, chosen[0], rows[1], chosen[1], ways, total // ways):
-        yield f"{use.node.type}: {why}", "sizes that its documents list", "Leave out --exchange."
+        yield why, "sizes that its documents list", "Leave out --exchange."
     if not 0 <= own < ways:
         yield f"ep_rank_id is {own}", f"0 to {ways - 1}", ""
     if not 1 <= len(use.attr("group_ep")) < 128:

@@ -20,6 +20,7 @@ from typing import Any
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import BundleError, KimiGraphError
 from kimi_graph.parallel import Mesh
+from kimi_graph.progress import Notify, silent
 
 from . import air
 from .bundle import Bundle, as_written, open_bundle
@@ -102,7 +103,9 @@ class Files:
         return range(first, last + 1)
 
 
-def lint_bundle(folder: Path, torchair: Path | None = None, expected: Expected | None = None) -> LintReport:
+def lint_bundle(
+    folder: Path, torchair: Path | None = None, expected: Expected | None = None, progress: Notify = silent
+) -> LintReport:
     """Prove what can be proved of a bundle.
 
     Args:
@@ -127,7 +130,11 @@ def lint_bundle(folder: Path, torchair: Path | None = None, expected: Expected |
     }
     if expected:
         proofs["made for"] = lambda: expected.check(bundle)
-    return LintReport(tuple(_prove(name, folder, proof) for name, proof in proofs.items()))
+    found = []
+    for i, (name, proof) in enumerate(proofs.items()):
+        progress("lint", i, len(proofs))
+        found.append(_prove(name, folder, proof))
+    return LintReport(tuple(found))
 
 
 def _prove(name: str, folder: Path, proof: Callable[[], str]) -> Proof:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kimi_graph.display import Html, document, join, tag
 from kimi_graph.files import replace_file
+from kimi_graph.progress import Notify, silent
 
 from .layering import Point, lay_out
 from .manifest import target_of
@@ -26,13 +27,13 @@ _POLICY = Html(
 )
 
 
-def write_page(bundle: Path, where: Path) -> None:
+def write_page(bundle: Path, where: Path, progress: Notify = silent) -> None:
     """Draw a bundle.
 
     Raises:
         BundleError: it is not one, or damaged. OSError: the file cannot be written.
     """
-    made = page(picture(bundle))
+    made = page(picture(bundle, progress))
     where.parent.mkdir(parents=True, exist_ok=True)
     replace_file(where, made.encode())
 

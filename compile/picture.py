@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kimi_graph.progress import Notify, silent
+
 from . import air
 from .bundle import SOURCES, Bundle, as_written, open_bundle, read_json
 from .checks import VIEWS
@@ -161,7 +163,7 @@ class Picture:
         return dict(sorted(found.items(), key=lambda item: (-sum(item[1].values()), item[0])))
 
 
-def picture(folder: Path) -> Picture:
+def picture(folder: Path, progress: Notify = silent) -> Picture:
     """Look at a bundle. Raises BundleError where it is not one, or a graph's file is not what the manifest says."""
     bundle = open_bundle(folder)
     sources = bundle.folder / SOURCES
@@ -174,6 +176,7 @@ def picture(folder: Path) -> Picture:
         for phase in dict.fromkeys(d.entry["phase"] for d in drawn):
             own = [d for d in drawn if d.entry["phase"] == phase]
             for d in own:
+                progress("draw", len(rows), len(drawn))
                 rows.append(d.row())
                 curves.append(d.curve())
             for figure in _figures(own):

@@ -27,6 +27,7 @@ from kimi_graph.errors import BundleError, VerifyError
 from kimi_graph.layers import Batch, arrange_patches, step_batch, vision_forward, vision_tables
 from kimi_graph.models import decoder
 from kimi_graph.ops.kernel_project import project_files
+from kimi_graph.progress import Notify, silent
 from kimi_graph.spec import ParamSpec
 
 from . import air, recipe
@@ -46,7 +47,6 @@ from .written import open_written
 
 E4M3_ROWS = ("mxfp4", "fp8")  # forms of experts that are multiplied with rows in E4M3
 EXACT_TOLERANCE = 1e-12  # 27 layers give 1e-14 of rounding; an epsilon that is off by 1 % gives 5e-11
-Notify = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -759,10 +759,6 @@ def _check_steps(bundle: Bundle, steps: int) -> None:
             f"--steps {steps}: {bundle.folder} takes {least} to {room - 1:,}; "
             f"a row holds {room:,} tokens, one of them a prompt."
         )
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def _check_kernels(bundle: Bundle) -> None:

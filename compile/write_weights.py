@@ -26,6 +26,7 @@ from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.errors import BundleError
 from kimi_graph.files import read_into, replace_file
 from kimi_graph.parallel.mesh import MAX_RANKS, Mesh
+from kimi_graph.progress import Notify, silent
 
 from . import air
 from .bundle import Bundle, as_written, dump, file_hash, open_bundle, read_json
@@ -40,14 +41,9 @@ from .parts import ALIGNMENT, PartFile, mesh_of, part_files
 from .verify import find_checkpoint
 from .written import INDEX, INDEX_FORMAT, JOURNAL, SOURCE, described, open_written, written_folder
 
-Notify = Callable[[str, int, int], None]
 CHECK = 1 << 24  # bytes that are read at once to be checked
 STEM = r"(?:rank|shared_[a-z_.]+)_\d{4,}"
 FINISHED, UNFINISHED = re.compile(STEM + r"-[0-9a-f]{12}\.bin"), re.compile(STEM + r"\.part")
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 @dataclass(frozen=True)

@@ -334,7 +334,7 @@ def shard_model(request: Request) -> ShardPlan:
     target(request.target)
     c, mesh = request.config, request.mesh
     rules, specs = request.rules(), dict(tree.items(model_specs(c)))
-    _check_copies(c, rules)
+    _check_experts(c, rules, request.exchange)
     sizes = sizes_of(specs, c.dtype)
     rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})
     if found := faults([*sizes, *_chosen(request)], rules):
@@ -405,10 +405,13 @@ def _chunk(r: Request) -> int:
     return -(-CHUNK // unit) * unit
 
 
-def _check_copies(c: ModelConfig, rules: Rules) -> None:
+def _check_experts(c: ModelConfig, rules: Rules, exchange: bool) -> None:
+    """Copies divide over ranks, and chunks are of rows that are sent."""
     moe = c.moe
     if moe is not None and moe.redundant:
         legality.check_redundant(moe.experts, moe.redundant, rules.ways("experts"))
+    if moe is not None and moe.chunks > 1 and not exchange:
+        raise ShardingError(f"--moe-chunks {moe.chunks}: rows are sent to their experts with --exchange alone.")
 
 
 def _refusal(r: Request, sizes: list[Size], found: list[legality.Fault]) -> str:
@@ -713,7 +716,7 @@ def explain_parameter(request: Request, name: str) -> Explained:
         ShardingError: there is none of that name; it cannot be placed, and why.
     """
     c, rules = request.config, request.rules()
-    _check_copies(c, rules)
+    _check_experts(c, rules, request.exchange)
     specs = dict(tree.items(model_specs(c)))
     sizes = sizes_of(specs, c.dtype)
     rules = rules.padded(legality.pad(sizes, rules) if request.pad else {})

@@ -275,6 +275,26 @@ def test_quiet_leaves_the_last_line_alone(run, arguments):
     assert re.fullmatch(r".+ in \d+\.\d s\n", result.stdout)
 
 
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("comp", ["compile"]),
+        ("compile kimi-k3", ["kimi-k3", "kimi-k3.1-pro"]),
+        ("compile m --targ", ["--target"]),
+        ("compile m --target a3", ["a3", "a3-superpod"]),
+        ("compile m --cann 9", ["9.1", "9.2"]),
+        ("verify b --mode n", ["native"]),
+        ("kernels e", ["export"]),
+    ],
+)
+def test_a_shell_completes_commands_options_presets_and_choices(monkeypatch, line, offered):
+    monkeypatch.setenv("COMP_WORDS", f"kimi-graph {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+    monkeypatch.setenv("_KIMI_GRAPH_COMPLETE", "complete_bash")
+    result = CliRunner().invoke(cli.app, [], prog_name="kimi-graph")
+    assert result.stdout.split() == offered
+
+
 def test_every_command_takes_json_and_quiet(run):
     for command in (*([c] for c in COMMANDS), ["kernels", "export"]):
         text = run([*command, "--help"])[0].output
@@ -286,6 +306,18 @@ def test_what_a_making_command_made_is_json_too(run, tmp_path):
     assert json.loads(result.stdout) == {"folder": "b", "layers": 5, "tensors": 7, "bytes": 1_500_000}
     result, _ = run(["kernels", "export", str(tmp_path / "k"), "--json"])
     assert "KdaStep" in json.loads(result.stdout)["operators"]
+
+
+def test_a_long_result_is_broken_on_a_terminal_but_for_commands_and_whole_elsewhere(monkeypatch, capsys):
+    words, command = "head      " + "nine-word " * 30, "compile   kimi-graph compile " + "-o build/x " * 12
+    made = output.Made("done", {}, (words, command))
+    output.show(made)
+    assert capsys.readouterr().out.splitlines()[:2] == [words, command]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    output.show(made)
+    *lines, last, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 100 and last == command
 
 
 def test_a_long_error_is_broken_between_words_on_a_terminal_and_whole_elsewhere(monkeypatch, capsys):
@@ -425,6 +457,17 @@ def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
             progress("Downloading", done, 2)
         progress("Tracing", 0, 0)
     assert capsys.readouterr() == ("", "Downloading ...\nTracing ...\n")
+
+
+def test_what_takes_a_moment_has_neither_bar_nor_line(monkeypatch, capsys):
+    with progress_shown(bars_alone=True) as progress:
+        progress("lint", 0, 2)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    token = output.manner.set(output.Manner())  # a command that began now
+    with progress_shown() as progress:
+        progress("lint", 0, 2)
+    output.manner.reset(token)
+    assert capsys.readouterr() == ("", "")
 
 
 def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted(monkeypatch, capsys):

@@ -68,7 +68,7 @@ def imports(name, path):
 
 # A module's floor; it may import from its own floor and the ones before it. First match counts.
 FLOORS = [
-    ("language", r"kimi_graph\.(errors|tree|spec|config|display|formats|taps|files|hardware|_links)"),
+    ("language", r"kimi_graph\.(errors|tree|spec|config|display|formats|progress|taps|files|hardware|_links)"),
     ("parallel", r"kimi_graph\.parallel"),
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),

@@ -356,6 +356,10 @@ def test_a_batch_of_31_is_refused_where_its_rows_are_sent_to_experts():
     "arguments, words",
     [
         (["--mesh", "pp=100"], "pp=100: there are 93 layers"),
+        (
+            ["--mesh", "tp=8", "--moe-chunks", "2"],
+            "--moe-chunks 2: rows are sent to their experts with --exchange alone",
+        ),
         (["--mesh", "sp=2"], "unknown axis 'sp'"),
         (["--mesh", "tp=8,ep=16"], "nearest 8"),
         (["--mesh", "tp=8", "--target", "a4"], "a4"),

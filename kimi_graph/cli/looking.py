@@ -9,8 +9,8 @@ import typer
 from kimi_graph.errors import KimiGraphError
 
 from .frame import ENVIRONMENT, command
-from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of
-from .output import fail, judge, load_config_aloud, show, without_collecting
+from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of, words_of
+from .output import fail, judge, load_config_aloud, progress_shown, show, without_collecting
 
 
 @command
@@ -42,6 +42,7 @@ def check(
         typer.Option(
             metavar="F",
             callback=one_of(WEIGHTS_FORMATS, "weights format"),
+            autocompletion=words_of(WEIGHTS_FORMATS),
             help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
         ),
     ] = None,
@@ -91,18 +92,19 @@ def inspect(
     """
     if html is not None and (cost or graph is not None):
         raise typer.BadParameter("the page is of the whole bundle; leave --graph and --cost out.", param_hint="--html")
-    if cost:
-        from kimi_graph.compile.cost import inspect_cost
+    with progress_shown(bars_alone=True) as progress:
+        if cost:
+            from kimi_graph.compile.cost import inspect_cost
 
-        found = inspect_cost(bundle, graph)
-    else:
-        from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
+            found = inspect_cost(bundle, graph, progress)
+        else:
+            from kimi_graph.compile.inspect import inspect_bundle, inspect_graph
 
-        found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
-    if html is not None:
-        from kimi_graph.compile.page import write_page
+            found = inspect_bundle(bundle) if graph is None else inspect_graph(bundle, graph)
+        if html is not None:
+            from kimi_graph.compile.page import write_page
 
-        write_page(bundle, html)
+            write_page(bundle, html, progress)
     show(found, html)
 
 
@@ -129,14 +131,14 @@ def lint(
     kimi-graph lint build/tiny-a3
     kimi-graph lint build/tiny-a3 --model build/tiny --target a3 --cann 9.2 --mesh none
     """
-    with without_collecting():
+    with without_collecting(), progress_shown(bars_alone=True) as progress:
         from kimi_graph.compile.expect import Expected
         from kimi_graph.compile.lint import lint_bundle
         from kimi_graph.compile.torchair_host import default_cache, load
 
         host = load(torch_npu_wheel, cache=cache_dir or default_cache(os.environ))
         expected = Expected(model=model, target=target, cann=cann, mesh=mesh)
-        report = lint_bundle(bundle, host.root, expected)
+        report = lint_bundle(bundle, host.root, expected, progress)
     judge(report)
 
 

@@ -32,6 +32,7 @@ from .options import (
     presets,
     some_of,
     split,
+    words_of,
 )
 from .output import Made, load_config_aloud, progress_shown, show, tell, without_collecting
 
@@ -41,7 +42,7 @@ def compile(  # noqa: A001 (the command's name)
     model: Model,
     target: Annotated[
         str,
-        typer.Option(metavar="NAME", help=f"What the graphs are for: {TARGETS}."),
+        typer.Option(metavar="NAME", autocompletion=words_of(TARGETS), help=f"What the graphs are for: {TARGETS}."),
     ],
     out: Annotated[
         Path | None,
@@ -61,7 +62,12 @@ def compile(  # noqa: A001 (the command's name)
     split_cache: SplitCache = False,
     phase: Annotated[
         str | None,
-        typer.Option(metavar="P,P", callback=some_of(PHASES, "phase"), help="Which graphs to make. Default: all."),
+        typer.Option(
+            metavar="P,P",
+            callback=some_of(PHASES, "phase"),
+            autocompletion=words_of(PHASES),
+            help="Which graphs to make. Default: all.",
+        ),
     ] = None,
     batch: Batch = None,
     chunk: Annotated[
@@ -80,7 +86,12 @@ def compile(  # noqa: A001 (the command's name)
         int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
     ] = None,
     cann: Annotated[
-        str, typer.Option(metavar="V", help=f"CANN release that reads the graphs: {CANN_VERSIONS}.")
+        str,
+        typer.Option(
+            metavar="V",
+            autocompletion=words_of(CANN_VERSIONS),
+            help=f"CANN release that reads the graphs: {CANN_VERSIONS}.",
+        ),
     ] = CANN_DEFAULT,
     providers: Providers = PROVIDERS_DEFAULT,
     avoid: Avoid = None,
@@ -89,6 +100,7 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option(
             metavar="|".join(WEIGHTS),
             callback=one_of(WEIGHTS, "kind of weights"),
+            autocompletion=words_of(WEIGHTS),
             help="Bound when a bundle is loaded, or constants inside the graphs.",
         ),
     ] = "input",
@@ -97,6 +109,7 @@ def compile(  # noqa: A001 (the command's name)
         typer.Option(
             metavar="F",
             callback=one_of(WEIGHTS_FORMATS, "weights format"),
+            autocompletion=words_of(WEIGHTS_FORMATS),
             help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes. "
             "Default: bf16, with --devices what plan takes.",
         ),
@@ -148,7 +161,8 @@ def compile(  # noqa: A001 (the command's name)
                     model=model, config=config, target=profile, devices=devices, batch=batch, max_len=max_len,
                     page=page or 128, chunk=chunk, weights_format=weights_format, kv_dtype=kv_dtype,
                     redundant_experts=redundant_experts,
-                )
+                ),
+                progress=progress,
             ).best  # fmt: skip
             weights_format = best.request.weights_format
             tell(

@@ -45,6 +45,11 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(","))
 
 
+def words_of(legal: str | tuple[str, ...]) -> Callable[[], list[str]]:
+    """For the completion of shells: a choice, or one that help shows as a list with commas."""
+    return lambda: list(split(legal) if isinstance(legal, str) else legal)
+
+
 def presets() -> list[str]:
     return sorted(path.stem for path in (Path(kimi_graph.__file__).parent / "presets").glob("*.json"))
 
@@ -95,6 +100,7 @@ WeightsFormat = Annotated[
     typer.Option(
         metavar="F",
         callback=one_of(WEIGHTS_FORMATS, "weights format"),
+        autocompletion=words_of(WEIGHTS_FORMATS),
         help=f"How graphs keep the routed experts: {', '.join(WEIGHTS_FORMATS)}; check says what a chip takes.",
     ),
 ]
@@ -103,6 +109,7 @@ KvDtype = Annotated[
     typer.Option(
         metavar="|".join(KV_DTYPES),
         callback=one_of(KV_DTYPES, "dtype of caches"),
+        autocompletion=words_of(KV_DTYPES),
         help="Caches of sparse attention: as the model has them, or in 8 bits (fp8: 950 alone).",
     ),
 ]

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TextIO
 
 import typer
 
-WIDTH = 100  # columns; a narrower terminal has fewer
+from kimi_graph.progress import Notify
 
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: `what` is being done and stands at `done` of `total` (0: nobody knows)."""
+WIDTH = 100  # columns; a narrower terminal has fewer
+PATIENCE = 1.0  # seconds of a command before there are bars
 
 
 class Result(Protocol):
@@ -84,14 +84,17 @@ def refuse(message: str) -> None:
 
 def print_error(message: str) -> None:
     """On a terminal in lines of whole words; else as it is, so that a program finds its words in one line."""
-    text = f"error: {message}"
-    if sys.stderr.isatty():
-        text = in_columns(text, min(WIDTH, shutil.get_terminal_size().columns))
-    print(text, file=sys.stderr)
+    print(_fitted(f"error: {message}", sys.stderr), file=sys.stderr)
+
+
+def _fitted(text: str, stream: TextIO) -> str:
+    """For a terminal lines that fit; else as it is."""
+    return in_columns(text, min(WIDTH, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 
 def in_columns(text: str, width: int = WIDTH) -> str:
-    """Lines that are too long, broken between words; names and paths stay whole, lines that fit as they are."""
+    """Lines that are too long, broken between words; names and paths stay whole, lines that fit and commands as they
+    are."""
 
     def lines() -> Iterator[str]:
         for line in text.splitlines():
@@ -99,7 +102,7 @@ def in_columns(text: str, width: int = WIDTH) -> str:
             broken = textwrap.wrap(
                 line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
             )
-            yield from broken if len(line) > width else [line]
+            yield from broken if len(line) > width and "kimi-graph " not in line else [line]
 
     return "\n".join(lines())
 
@@ -107,7 +110,7 @@ def in_columns(text: str, width: int = WIDTH) -> str:
 def note(words: str) -> None:
     """Something to know, on standard error."""
     if not manner.get().quiet:
-        print(words, file=sys.stderr)
+        print(_fitted(words, sys.stderr), file=sys.stderr)
 
 
 def tell(line: str) -> None:
@@ -123,7 +126,7 @@ def show(result: Result, where: Path | None = None) -> None:
         print(json.dumps(result.to_json(), indent=2))
         return
     if not how.quiet and (text := result.text()):
-        print(text)
+        print(_fitted(text, sys.stdout))
     print(f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s")
 
 
@@ -153,11 +156,12 @@ def load_config_aloud(model: str) -> Any:
 
 
 @contextlib.contextmanager
-def progress_shown(*, of_bytes: bool = False) -> Iterator[Progress]:
+def progress_shown(*, of_bytes: bool = False, bars_alone: bool = False) -> Iterator[Notify]:
     """On standard error: a line per task, and on a terminal a bar for those whose end is known.
 
     Args:
         of_bytes: numbers are bytes; they and their speed are shown.
+        bars_alone: no lines, of what is done in a few seconds.
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
@@ -166,13 +170,16 @@ def progress_shown(*, of_bytes: bool = False) -> Iterator[Progress]:
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def tell(what: str, done: int, total: int) -> None:
-            if manner.get().quiet:
+            how = manner.get()
+            if how.quiet:
                 return
             if total and sys.stderr.isatty():
+                if time.perf_counter() - how.started < PATIENCE:
+                    return
                 if what not in bars:
                     bars[what] = stack.enter_context(_bar(what, of_bytes))
                 bars[what](done, total)
-            elif what not in begun:
+            elif what not in begun and not bars_alone:
                 begun.add(what)
                 print(f"{what} ...", file=sys.stderr, flush=True)
 

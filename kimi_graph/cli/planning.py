@@ -32,6 +32,7 @@ from .options import (
     presets,
     some_of,
     split,
+    words_of,
 )
 from .output import Result, judge, load_config_aloud, manner, progress_shown, show, without_collecting
 
@@ -64,7 +65,10 @@ def plan(
             autocompletion=presets,
         ),
     ] = None,
-    target: Annotated[str | None, typer.Option(metavar="NAME", help=f"What it is to run on: {TARGETS}.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", autocompletion=words_of(TARGETS), help=f"What it is to run on: {TARGETS}."),
+    ] = None,
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Dies (A3: two in a card). Default: as few as will do.")
     ] = None,
@@ -95,12 +99,18 @@ def plan(
         typer.Option(
             metavar="F",
             callback=one_of(WEIGHTS_FORMATS, "weights format"),
+            autocompletion=words_of(WEIGHTS_FORMATS),
             help=f"Of the experts: {', '.join(WEIGHTS_FORMATS)}. Default: the smallest exact one that a kernel takes.",
         ),
     ] = None,
     kv_dtype: Annotated[
         str,
-        typer.Option(metavar="|".join(KV_DTYPES), callback=one_of(KV_DTYPES, "dtype of caches"), help="Of the caches."),
+        typer.Option(
+            metavar="|".join(KV_DTYPES),
+            callback=one_of(KV_DTYPES, "dtype of caches"),
+            autocompletion=words_of(KV_DTYPES),
+            help="Of the caches.",
+        ),
     ] = "bf16",
     factor: Annotated[
         list[str] | None,
@@ -137,7 +147,7 @@ def plan(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
             param_hint="--mesh",
         )
-    with without_collecting():
+    with without_collecting(), progress_shown(bars_alone=True) as progress:
         if target is not None:
             from kimi_graph.compile.targets import target as find_target
 
@@ -161,7 +171,8 @@ def plan(
                     mesh=None if mesh is None else Mesh.parse(mesh), weights_format=weights_format, kv_dtype=kv_dtype,
                     page=page, chunk=chunk, exchange=exchange, split_cache=split_cache, pad=pad,
                     redundant_experts=redundant_experts, moe_chunks=moe_chunks, factors=factors,
-                )
+                ),
+                progress=progress,
             )  # fmt: skip
             if html is not None:
                 from kimi_graph.plan.html import write_html
@@ -178,7 +189,13 @@ def shard(
         typer.Option(metavar="AXES", help="Ranks by axis: pp=4,dp=4,tp=32,ep=128 (cp too); an axis left out is 1."),
     ] = None,
     phase: Annotated[
-        str, typer.Option(metavar="P", callback=one_of(PHASES, "phase"), help="vision, prefill or decode.")
+        str,
+        typer.Option(
+            metavar="P",
+            callback=one_of(PHASES, "phase"),
+            autocompletion=words_of(PHASES),
+            help="vision, prefill or decode.",
+        ),
     ] = "decode",
     explain: Annotated[
         str | None, typer.Option(metavar="NAME", help="Every step of one parameter: layers.8.kda.query.")
@@ -192,7 +209,12 @@ def shard(
     moe_chunks: MoeChunks = 1,
     split_cache: SplitCache = False,
     target: Annotated[
-        str, typer.Option(metavar="NAME", help=f"Whose links and memory it is held against: {TARGETS}.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            autocompletion=words_of(TARGETS),
+            help=f"Whose links and memory it is held against: {TARGETS}.",
+        ),
     ] = "a3",
     batch: Annotated[
         int | None, typer.Option(metavar="B", min=1, help="Sequences of all ranks. Default: one for each of dp.")
@@ -241,8 +263,13 @@ def shard(
 @command
 def ops(
     model: Model,
-    target: Annotated[str, typer.Option(metavar="NAME", help=f"What they have to run on: {TARGETS}.")],
-    cann: Annotated[str, typer.Option(metavar="V", help=f"CANN release: {CANN_VERSIONS}.")] = CANN_DEFAULT,
+    target: Annotated[
+        str,
+        typer.Option(metavar="NAME", autocompletion=words_of(TARGETS), help=f"What they have to run on: {TARGETS}."),
+    ],
+    cann: Annotated[
+        str, typer.Option(metavar="V", autocompletion=words_of(CANN_VERSIONS), help=f"CANN release: {CANN_VERSIONS}.")
+    ] = CANN_DEFAULT,
     mesh: Annotated[
         str | None,
         typer.Option(metavar="AXES", help="Ranks by axis, pp=4,tp=32: limits are those of a rank. Default: one rank."),
@@ -251,7 +278,12 @@ def ops(
     avoid: Avoid = None,
     phase: Annotated[
         str | None,
-        typer.Option(metavar="P,P", callback=some_of(PHASES, "phase"), help="Of which graphs. Default: all."),
+        typer.Option(
+            metavar="P,P",
+            callback=some_of(PHASES, "phase"),
+            autocompletion=words_of(PHASES),
+            help="Of which graphs. Default: all.",
+        ),
     ] = None,
     batch: Batch = None,
     pad: Pad = False,

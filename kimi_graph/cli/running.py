@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .frame import command
-from .options import KERNELS, MODES, Cache, one_of, some_of, split
+from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
 from .output import judge, progress_shown, show, without_collecting
 
 
@@ -23,6 +23,7 @@ def verify(
         typer.Option(
             metavar="M,M",
             callback=some_of(MODES, "mode"),
+            autocompletion=words_of(MODES),
             help="exact: every float in float64. native: the graphs' own dtypes.",
         ),
     ] = ",".join(MODES),
@@ -38,6 +39,7 @@ def verify(
         typer.Option(
             metavar="|".join(KERNELS),
             callback=one_of(KERNELS, "way to run our operators"),
+            autocompletion=words_of(KERNELS),
             help="Our operators in native mode: by what is said of them, or their Ascend C kernels on a CPU twin.",
         ),
     ] = "semantics",

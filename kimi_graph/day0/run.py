@@ -12,14 +12,11 @@ from pathlib import Path
 
 from kimi_graph.compile.targets import Target
 from kimi_graph.files import new_folder
+from kimi_graph.progress import Notify, silent
 
 from .report import WORK, Report, Run, check_place, write_report
-from .steps import Notify, run_steps
+from .steps import run_steps
 from .trial import Trial
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """Reports nothing."""
 
 
 def day0(

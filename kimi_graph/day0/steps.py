@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kimi_graph.errors import KimiGraphError
+from kimi_graph.progress import Notify
 
 State = Literal["passed", "failed", "skipped"]
-Notify = Callable[[str, int, int], None]
 Name = tuple[str, str]
 """A step: the target's name ("" for the model's own), and what is tried."""
 

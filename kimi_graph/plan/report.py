@@ -37,10 +37,10 @@ def plan_text(plan: Plan) -> str:
         *(line for words in count_lines(plan) for line in wrapped(words, 2)),
         *[""] * bool(count_lines(plan)),
         _legal(plan),
-        *table([_HEAD, *(_row(x) for x in plan.options)]),
+        *_meshes(plan),
         *(line for words in (*_others(plan), *tried_lines(plan)) for line in wrapped(words, 2)),
         "",
-        *_apart(plan),
+        *(line for words in _apart(plan) for line in wrapped(words)),
         *(line for words in link_lines(plan) for line in wrapped(words)),
         "",
         *_ledger(o),
@@ -117,23 +117,25 @@ def padded_queries(plan: Plan) -> str:
     return said and f"attention of a rank: {said}, which the estimate leaves out"
 
 
-_HEAD = (
-    "mesh",
-    "of a die",
-    "free",
-    "TTFT",
-    "bound by",
-    "TPOT, even/median/p90 routing",
-    "bound by",
-    "tokens/s a die",
-)
+_HEAD = ("mesh", "of a die", "free", "TTFT", "bound by", "TPOT", "bound by", "tokens/s")
+
+
+def _meshes(plan: Plan) -> Iterator[str]:
+    """A row for each choice; its flags on a line below, so that rows stay narrow."""
+    head, *rows = table([_HEAD, *(_row(x) for x in plan.options)])
+    yield head
+    for line, option in zip(rows, plan.options, strict=True):
+        yield line
+        if flags := str(option.choice).removeprefix(str(option.choice.mesh)):
+            yield f"  {flags.lstrip()}"
+    yield "(TPOT of even/median/p90 routing; tokens/s of a die)"
 
 
 def _row(o: Option) -> tuple[str, ...]:
     d = o.decode
     spread = "/".join(f"{1e3 * s.seconds:.1f}" for s in (d.even, d.median, d.high))
     return (
-        str(o.choice), gib(o.ledger.fullest.total), gib(o.room), duration(o.ttft), o.prefill.bound,
+        str(o.choice.mesh), gib(o.ledger.fullest.total), gib(o.room), duration(o.ttft), o.prefill.bound,
         f"{spread} ms", d.median.spent.bound,
         f"{d.tokens_per_second(_world(o)):.1f}{', no room' * (o.lacks_in_flight > 0)}",
     )  # fmt: skip

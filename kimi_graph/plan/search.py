@@ -22,6 +22,7 @@ from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length
 from kimi_graph.errors import ConfigError, KimiGraphError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
+from kimi_graph.progress import Notify, silent
 
 from .buffers import full_ledger
 from .estimate import Decode, Prefill, bucket_at, decode, prefill
@@ -274,7 +275,7 @@ class Plan:
         return plan_json(self)
 
 
-def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
+def make_plan(ask: Ask, traced: int = TRACED, progress: Notify = silent) -> Plan:
     """The best mesh for what is wanted, of the `traced` ones that promise most.
 
     Raises:
@@ -284,7 +285,7 @@ def make_plan(ask: Ask, traced: int = TRACED) -> Plan:
     if ask.devices is not None and ask.devices > MOST:
         raise ConfigError(f"--devices {ask.devices:,}: at most {MOST:,} are planned for; the nearest is {MOST:,}.")
     base = base_request(ask)
-    sieve = Sieve(base, ask.factors, ask.chunk)
+    sieve = Sieve(base, ask.factors, ask.chunk, progress)
     if ask.mesh is not None:
         return _one_mesh(ask, base, sieve)
     if ask.devices is not None:
@@ -335,7 +336,10 @@ def _with(ask: Ask, base: Request, sieve: Sieve, devices: int, traced: int = TRA
     held = [sieve.promise(choice) for choice in fitting]
     first = promising(held, traced)
     spare = (choice for choice in promising(held, traced + SPARE) if choice not in first)
-    options = [*itertools.islice(_evaluated(ask, sieve, itertools.chain(first, spare)), len(first))]
+    options = []
+    for option in itertools.islice(_evaluated(ask, sieve, itertools.chain(first, spare)), len(first)):
+        options.append(option)
+        sieve.progress(f"meshes of {dies(devices, base.target)}", len(options), len(first))
     if not options:
         return None
     options.sort(key=_both)

@@ -28,6 +28,7 @@ from kimi_graph.parallel.collectives import Issued
 from kimi_graph.parallel.experts import MAX_EXPERTS, MAX_RANKS, no_pair
 from kimi_graph.parallel.legality import Size, legal_meshes, sizes_of
 from kimi_graph.parallel.stages import split
+from kimi_graph.progress import Notify, silent
 
 from .factors import Factors
 from .ledger import Weights, buckets_of, census_of
@@ -117,14 +118,14 @@ class Sieve:
     """Meshes for a request without one (`base`): rows, length, formats and flags of all.
 
     Args:
-        chunk: tokens of a prefill step; None: what suits each mesh.
+        chunk: tokens of a prefill step; None: what suits each mesh. progress: told of meshes that are looked at.
 
     Raises:
         ConfigError: nothing of a die is left beside what driver and runtime take.
     """
 
-    def __init__(self, base: Request, factors: Factors, chunk: int | None = None) -> None:
-        self.given = chunk
+    def __init__(self, base: Request, factors: Factors, chunk: int | None = None, progress: Notify = silent) -> None:
+        self.given, self.progress = chunk, progress
         self.base, self.f, self.c = base, factors, base.config
         self.pages = check_length(self.c, base.max_len, base.page).pages
         self.sparse = decoder.is_sparse(self.c, self.pages * base.page)
