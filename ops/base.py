@@ -52,6 +52,16 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def mapped(x: torch.Tensor) -> bool:
+    """Whether `torch.func.vmap` maps over `x`: then its values are many, and cannot be asked for."""
+    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_batchedtensor(x):
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
 def recorded(*values: torch.Tensor) -> bool:
     """Whether autograd or a `torch.func` transform follows these values: then nothing is written in place."""
     return transformed() or (torch.is_grad_enabled() and any(v.requires_grad for v in values))

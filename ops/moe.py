@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import at_least_f32, by_rows, operator, recorded
+from .base import at_least_f32, by_rows, mapped, operator, recorded
 from .contract import FEW, few_rows, shares
 from .offers import Offer
 
@@ -76,7 +76,7 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int, others: int = 0) -> tu
         rows `[N * K, D]`; `[N * K]` int32, where copy k of row n went, at n * K + k, -1 for those of other devices;
         group sizes `[E]` int64.
     """
-    if chosen.numel() <= 4 * FEW:
+    if chosen.numel() <= 4 * FEW and not mapped(chosen):
         return _dispatch_few(x, chosen, experts)
     flat = chosen.flatten().long()
     order = torch.sort(flat, dim=0, stable=True).indices
@@ -84,7 +84,9 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int, others: int = 0) -> tu
     return (
         x.index_select(0, order // chosen.shape[1]),
         torch.where(flat < experts, place, -1).int() if others else place.int(),
-        torch.bincount(flat, minlength=experts)[:experts],
+        (flat == torch.arange(experts, device=x.device)[:, None]).sum(1)
+        if mapped(chosen)
+        else torch.bincount(flat, minlength=experts)[:experts],
     )
 
 
@@ -139,6 +141,10 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     Returns:
         `[M, F]`, zeros in the rows after the last group.
     """
+    if mapped(group_sizes):  # groups of many sizes at once: every row takes its own copy of its matrix
+        group_M = (torch.arange(len(x), device=x.device)[:, None] >= group_sizes.cumsum(0)).sum(1)
+        y = torch.einsum("md,mfd->mf", x, weight[group_M.clamp(max=len(weight) - 1)])
+        return y.masked_fill((group_M == len(weight))[:, None], 0)
     if recorded(x, weight):
         sizes = group_sizes.tolist()
         parts = [

@@ -11,6 +11,7 @@ A comment on the line before a block says otherwise; it is no part of the page f
 <!-- not run: REASON -->   needs an NPU, a download, or minutes
 <!-- fails -->             ends with another exit code than 0, as the page says
 <!-- file: NAME -->        is the content of this file in the folder; what has been there is replaced
+<!-- followed by: TEST --> anywhere in a page: this test follows the page in a way of its own, the blocks are its
 <!-- after: PAGE -->       anywhere in a page: PAGE has run before, and its files are there
 
 `pip install ... &&` in front of a command is left out: installing is what `.ci/run` does.
@@ -61,6 +62,8 @@ def pages() -> list[str]:
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
     text = (ROOT / page).read_text()
+    if followed_by(page):
+        return []
     return [
         Block(
             page=page,
@@ -72,6 +75,11 @@ def blocks(page: str) -> list[Block]:
         )
         for found in _BLOCK.finditer(text)
     ]
+
+
+def followed_by(page: str) -> list[str]:
+    """Tests that follow a page in place of what is here."""
+    return re.findall(r"^<!-- *followed by: *(\S+) *-->$", (ROOT / page).read_text(), re.M)
 
 
 def before(page: str) -> list[str]:

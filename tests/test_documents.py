@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.documents import ROOT, Block, Reader, before, blocks, missing, pages, stable
+from tests.documents import ROOT, Block, Reader, before, blocks, followed_by, missing, pages, stable
 
 pytestmark = [
     pytest.mark.docs,
@@ -67,6 +67,12 @@ def test_json_of_the_documents_is_json():
         for block in blocks(page):
             if block.language == "json":
                 json.loads(block.code)
+
+
+def test_tests_that_follow_pages_in_their_own_way_read_them():
+    for page in pages():
+        for test in followed_by(page):
+            assert page.removeprefix("docs/") in (ROOT / test).read_text()
 
 
 def test_pages_that_come_before_others_exist():

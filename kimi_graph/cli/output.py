@@ -7,6 +7,7 @@ and errors go to standard error. With `--quiet` the last line is all there is, a
 import contextlib
 import gc
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -92,6 +93,9 @@ def _fitted(text: str, stream: TextIO) -> str:
     return in_columns(text, min(WIDTH, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 
+_COMMAND = re.compile(r"\s*(\w+ +)?kimi-graph ")  # a line to be copied whole
+
+
 def in_columns(text: str, width: int = WIDTH) -> str:
     """Lines that are too long, broken between words; names and paths stay whole, lines that fit and commands as they
     are."""
@@ -102,7 +106,7 @@ def in_columns(text: str, width: int = WIDTH) -> str:
             broken = textwrap.wrap(
                 line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
             )
-            yield from broken if len(line) > width and "kimi-graph " not in line else [line]
+            yield from broken if len(line) > width and not _COMMAND.match(line) else [line]
 
     return "\n".join(lines())
 
