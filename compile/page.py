@@ -14,7 +14,7 @@ from .mesh_manifest import mesh_lines
 from .picture import FAMILIES, Box, Curve, Figure, Picture, Row, Value, family_of, picture
 
 DATA = Path(__file__).parent / "data"
-LETTER, BOLD, LINE, PAD = 6.75, 7.6, 15.0, 9.0  # of a letter, a bold one, a line, around text: pixels
+LETTER, BOLD, LINE, PAD = 6.75, 8.5, 15.0, 9.0  # of a letter, a bold one, a line, around text: pixels
 LONGEST = 34  # letters of a line in a box; whole in the details
 HELD = 4  # lines of weights and states in a box
 MARKS = {"p": "◆", "s": "■"}  # of a weight, of a state; an input has ○

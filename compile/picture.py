@@ -207,7 +207,8 @@ def _stands_for(places: Sequence[tuple["_Drawn", str]]) -> str:
     if not differ:
         return f"{words}, all of the same nodes and shapes"
     same = sum(other == own for other in others)
-    return f"{words}; {same + 1} have these nodes and shapes, the others differ in {', '.join(sorted(differ))}"
+    alike = f"{same + 1} have these nodes and shapes, the others" if same else "the others"
+    return f"{words}; {alike} differ in {', '.join(sorted(differ))}"
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -109,6 +109,7 @@ CASES = {
         deploy tiny-a3 -o notes
         deploy tiny-a3 --cann 7.0
     """,
+    "serve": "serve notes",
     "bringup": """
         bringup notes
         bringup tiny-a3 --deploy notes

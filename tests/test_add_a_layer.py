@@ -1,4 +1,4 @@
-"""docs/add-a-layer.md and docs/add-a-model.md are followed to the letter, in a copy of the repository."""
+"""docs/guides/add-a-layer.md and docs/guides/add-a-model.md are followed to the letter, in a copy of the repository."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_the_page_compiles_and_verifies(page, tmp_path):
             command.chmod(0o755)
     env = os.environ | {"PATH": f"{commands.parent}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)}
     said = ""
-    for language, file, code in blocks((ROOT / "docs" / f"{page}.md").read_text()):
+    for language, file, code in blocks((ROOT / "docs" / "guides" / f"{page}.md").read_text()):
         if language == "bash":
             run = subprocess.run(["sh", "-ec", code], cwd=tmp_path, env=env, capture_output=True, text=True)
             assert run.returncode == 0, f"{code}\n{run.stdout}{run.stderr}"

@@ -471,6 +471,7 @@ def test_what_takes_a_moment_has_neither_bar_nor_line(monkeypatch, capsys):
 
 
 def test_progress_is_a_bar_on_a_terminal_without_colour_where_that_is_not_wanted(monkeypatch, capsys):
+    monkeypatch.setattr(output, "PATIENCE", 0)  # however soon after the start the test runs
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")

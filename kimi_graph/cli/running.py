@@ -1,6 +1,8 @@
 """Commands that run a bundle, or write what hosts run."""
 
 import os
+import shlex
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +10,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import judge, progress_shown, show, without_collecting
+from .output import fail, judge, progress_shown, show, without_collecting
 
 
 @command
@@ -142,3 +144,50 @@ def bringup(
         where = out or bundle.with_name(f"{bundle.resolve().name}.bringup")
         report = bring_up(bundle, device, checkpoint=checkpoint, out=where, restart=restart, progress=progress)
     judge(report)
+
+
+@command
+def serve(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
+    mesh: Annotated[
+        str, typer.Option(metavar="pp=A,tp=B", help="The engine's ranks: pipeline stages, and ranks of each.")
+    ] = "tp=1",
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of the model in requests. Default: the folder's.")
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option("--max-len", metavar="N", help="Longest sequence in tokens. Default: the model's own.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Where it listens; 0.0.0.0 is everywhere, and it has no password.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="P", help="TCP port.")] = 8000,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
+) -> None:
+    """Serve a checkpoint on vLLM. Prints and starts the engine's own OpenAI server with the flags that the model needs,
+    waits until it is healthy, and ends it on Ctrl-C. Needs vLLM in the same environment (docs/serving.md).
+
+    \b
+    kimi-graph serve build/k31 --name k31 --max-len 4096
+    kimi-graph serve build/k31 --mesh pp=2 --dry-run
+    """
+    from kimi_graph.parallel import Mesh
+    from kimi_graph.serving.launch import Launch, ending_with_signals
+
+    launch = Launch(
+        folder=model,
+        name=name or model.resolve().name,
+        host=host,
+        port=port,
+        max_len=max_len,
+        mesh=Mesh.parse(mesh),
+    )
+    print(shlex.join(launch.command), flush=True)
+    if dry_run:
+        return
+    begun = time.monotonic()
+    with ending_with_signals(), launch.started(os.environ) as process:
+        launch.wait_until_healthy(process)
+        print(f"{launch.name} answers on {launch.address}/v1 after {time.monotonic() - begun:.0f} s", flush=True)
+        if code := process.wait():
+            fail(f"the server ended with exit code {code}.")

@@ -191,6 +191,7 @@ def check(vllm_config: VllmConfig) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     refused = {
         f"--kv-cache-dtype {cache.cache_dtype}: caches have the model's dtype": cache.cache_dtype != "auto",
+        "--tensor-parallel-size: parameters are not split over ranks here yet": parallel.tensor_parallel_size > 1,
         "--speculative-config: nothing is drafted": vllm_config.speculative_config is not None,
         "--enable-lora: there are no adapters": vllm_config.lora_config is not None,
         "--decode-context-parallel-size: caches are not split by sequence here": (

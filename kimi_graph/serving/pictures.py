@@ -142,6 +142,8 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
         frames, rows, columns = grid
         assert self.config.vision is not None
         tokens = tokens_of(self.config.vision, rows * columns)
+        if self.params.vision is None:  # another stage has the tower; the engine asks all of them as it measures memory
+            return patches.new_zeros(tokens, self.config.embed, dtype=self.dtype)
         image = VisionInput(patches=patches, grid=(frames, rows, columns), size=(0, 0), tokens=tokens)
         return encode_image(self.config, self.params, image).to(self.dtype)
 

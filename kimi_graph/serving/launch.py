@@ -1,0 +1,139 @@
+"""Start the engine's own OpenAI server with the flags that a model needs, watch its health, and end it with its caller.
+
+The server is a process of its own, `python -m vllm.entrypoints.openai.api_server`: the command `vllm` does not run
+where the package is the CPU build, which has another name.
+"""
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from kimi_graph.errors import ConfigError, KimiGraphError
+from kimi_graph.parallel import Mesh
+from kimi_graph.read_config import load_config
+
+SERVER = "vllm.entrypoints.openai.api_server"
+MISSING = (
+    "vLLM is not installed beside kimi-graph: python3 -m venv build/serve && "
+    "build/serve/bin/pip install -e '.[serve]', and run build/serve/bin/kimi-graph; its CPU build: docs/serving.md."
+)
+# What the server reads besides flags, where the caller has not said otherwise.
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+MOST_WAIT_S = 1800  # until it is healthy
+GRACE_S = 10  # from asking the server to end to ending it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A server that can be started.
+
+    Attributes:
+        folder: checkpoint. name: of the model in requests. host, port: where it listens.
+        max_len: longest sequence in tokens; None: the model's own. mesh: of the engine's ranks.
+    """
+
+    folder: Path
+    name: str
+    host: str
+    port: int
+    max_len: int | None
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if (self.folder / "manifest.json").is_file():
+            raise ConfigError(f"{self.folder}: a bundle; expected the checkpoint folder that it was compiled from.")
+        if not self.folder.is_dir():
+            raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
+        config = load_config(self.folder)
+        if self.max_len is not None and not 1 <= self.max_len <= config.max_len:
+            nearest = 1 if self.max_len < 1 else config.max_len
+            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {nearest:,}.")
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
+        if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
+            raise ConfigError(f"--mesh {self.mesh}: served by pipeline stages alone; nearest pp={self.mesh.pipe}.")
+
+    @property
+    def command(self) -> list[str]:
+        """The server's command line."""
+        words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
+        words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
+        # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
+        words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
+        if self.max_len is not None:
+            words += ["--max-model-len", str(self.max_len)]
+        for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
+            words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
+        return words
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @contextlib.contextmanager
+    def started(self, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+        """The server's process; it ends, with all that it started, when the context does.
+
+        Raises:
+            KimiGraphError: vLLM is not installed.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise KimiGraphError(MISSING)
+        process = subprocess.Popen(self.command, env={**DEFAULTS, **environment}, start_new_session=True)
+        try:
+            yield process
+        finally:
+            _end(process)
+
+    def wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask for the server's health until it has some.
+
+        Raises:
+            KimiGraphError: it ended before, or takes too long.
+        """
+        until = time.monotonic() + MOST_WAIT_S
+        while time.monotonic() < until:
+            if (code := process.poll()) is not None:
+                raise KimiGraphError(
+                    f"the server ended with exit code {code} before it was healthy; it said why above."
+                )
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(0.5)
+        raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+@contextlib.contextmanager
+def ending_with_signals() -> Iterator[None]:
+    """Inside, a request to end this process is an exit, so that contexts are left; else the server would stay."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group, and the group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,195 @@
+"""The command that starts a server, and what it refuses; with vLLM, the server and its client."""
+
+import base64
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+import zlib
+
+import pytest
+
+from kimi_graph.errors import KimiGraphError
+from kimi_graph.parallel import Mesh
+from kimi_graph.serving.launch import Launch
+from tests.serving.served import SETTINGS
+
+
+def launch(folder, **changes):
+    given = {"folder": folder, "name": "tiny", "host": "127.0.0.1", "port": 8123, "max_len": 512, "mesh": Mesh()}
+    return Launch(**given | changes)
+
+
+def cli(*words):
+    return subprocess.run([sys.executable, "-m", "kimi_graph", *map(str, words)], capture_output=True, text=True)
+
+
+def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
+    done = cli("serve", tiny, "--mesh", "pp=2", "--max-len", 512, "--port", 8123, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert words[words.index("--host") + 1] == "127.0.0.1"
+    assert words[words.index("--pipeline-parallel-size") + 1] == "2"
+    assert words[words.index("--max-model-len") + 1] == "512"
+    assert "--trust-remote-code" not in words
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"max_len": 0}, "nearest 1"),
+        ({"max_len": 10**9}, "nearest 1,048,576"),
+        ({"port": 70000}, "1 to 65535"),
+        ({"mesh": Mesh(data=2)}, "pipeline stages alone"),
+        ({"mesh": Mesh(tensor=2)}, "nearest pp=1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_nearest_that_can(tiny, changes, words):
+    with pytest.raises(KimiGraphError, match=words):
+        launch(tiny, **changes)
+
+
+def test_a_folder_that_is_none_or_a_bundle_is_refused(tmp_path):
+    with pytest.raises(KimiGraphError, match="no folder"):
+        launch(tmp_path / "nothing")
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(KimiGraphError, match="a bundle"):
+        launch(tmp_path)
+
+
+def test_without_the_engine_one_line_says_how_to_install_it(tiny, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(KimiGraphError, match=r"pip install -e '\.\[serve\]'"), launch(tiny).started({}):
+        pass
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+PORT = 18123
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """`kimi-graph serve` of a model with pictures."""
+    words = [sys.executable, "-m", "kimi_graph", "serve", str(folder("kimi-k3.1-pro")), "--name", "k31"]
+    own = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "OMP_NUM_THREADS"}
+    words += ["--max-len", "512", "--port", str(PORT)]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own)
+    assert process.stdout is not None
+    command = process.stdout.readline()
+    while (line := process.stdout.readline()) and "answers on" not in line:
+        pass
+    assert line, "the server ended"
+    rest = threading.Thread(target=process.stdout.read)  # a full pipe would stop the server
+    rest.start()
+    yield process, command, line
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    rest.join()
+    process.stdout.close()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5)
+
+
+@pytest.fixture
+def client(server):
+    import openai
+
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def said(client, content, **options):
+    options = {"max_tokens": 6, "temperature": 0, **options}
+    return client.chat.completions.create(model="k31", messages=[{"role": "user", "content": content}], **options)
+
+
+def healthy():
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=30) as answer:
+        return answer.status == 200
+
+
+def picture(width, height, shade):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (shade, 255 - shade, 90)).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def bomb():
+    """A PNG of 60,000 x 60,000 pixels in a few bytes: its header alone is believed."""
+
+    def chunk(kind, data):
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    size = (60_000).to_bytes(4, "big")
+    parts = (
+        chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0])) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    )
+    return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + parts).decode()
+
+
+@pytest.mark.serving
+@pytest.mark.filterwarnings("default")
+class TestServer:
+    def test_the_last_line_says_where_it_answers(self, server):
+        _, command, line = server
+        assert "vllm.entrypoints.openai.api_server" in command
+        assert line.startswith(f"k31 answers on http://127.0.0.1:{PORT}/v1 after ")
+
+    def test_chat_completions_and_streams_give_one_answer(self, client):
+        whole = said(client, "hello").choices[0].message.content
+        stream = said(client, "hello", stream=True)
+        assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == whole
+        assert client.completions.create(model="k31", prompt="one two", max_tokens=4).usage.completion_tokens <= 4
+
+    def test_a_picture_repeats_its_answer(self, client):
+        def asked(url):
+            content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "what?"}]
+            return said(client, content, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+
+        first, again, other = asked(picture(90, 60, 10)), asked(picture(90, 60, 10)), asked(picture(90, 60, 240))
+        assert [x.token for x in first] == [x.token for x in again]
+        assert [x.logprob for x in first] != [x.logprob for x in other]
+
+    @pytest.mark.parametrize(
+        "change, status",
+        [
+            ({"content": "word " * 400}, 400),
+            ({"max_tokens": 100_000}, 400),
+            ({"temperature": "hot"}, 400),
+            ({"temperature": -1}, 400),
+            ({"model": "another"}, 404),
+            ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}]}, 400),
+            (
+                {"content": [{"type": "image_url", "image_url": {"url": bomb()}}]},
+                500,
+            ),  # what vLLM 0.32 says; nothing is unpacked
+        ],
+        ids=["too long", "too many tokens", "wrong type", "out of range", "unknown model", "no picture", "image bomb"],
+    )
+    def test_a_bad_request_gets_its_status_and_the_next_is_served(self, client, change, status):
+        import openai
+
+        change = dict(change)
+        content, model = change.pop("content", "hello"), change.pop("model", "k31")
+        given = {"max_tokens": 4, **change}
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.chat.completions.create(model=model, messages=[{"role": "user", "content": content}], **given)
+        assert caught.value.status_code == status, caught.value
+        assert healthy()
+        assert said(client, "hello").usage.completion_tokens
+
+    def test_a_stream_that_is_left_leaves_the_server_well(self, client):
+        stream = said(client, "hello", stream=True, max_tokens=300)
+        next(iter(stream))
+        stream.close()
+        time.sleep(0.5)
+        assert healthy()
+        assert said(client, "hello").usage.completion_tokens
