@@ -145,9 +145,9 @@ def _die(soc: str, v: _Variant, memory_source: str) -> Die:
     lanes = 256 if new else 128
     sizes = {"UB": 248 if new else 192, "L1": 512, "L0A": 64, "L0B": 64, "L0C": 256 if new else 128}
     usual = v.terabytes in (1.6, 4.0)
-    rates = (
-        "of a die" if usual else "memory rate of the platform files, held against the published one of the usual die"
-    )
+    rates = "memory rate of the platform files, held against the published one of the usual die"
+    if usual:
+        rates = "of a die, white paper" if new else "of a die, CANN's migration guide from A2 to 950"
     return Die(
         memory=Number(v.gib * GIB, "B", "published", memory_source),
         bandwidth=Number(v.terabytes * 1e12, "B/s", "published" if usual else "derived", rates),

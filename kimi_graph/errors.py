@@ -1,6 +1,6 @@
 """Errors a caller can fix. Each says where, what was found, what was expected and the nearest legal value.
 
-Faults that only this library can cause are `assert`s, never these.
+Faults that only this library can cause are assertions, never these.
 """
 
 

@@ -67,13 +67,13 @@ _PACKAGE = _link(
     "package", 2, 270, "assumed", "540 GB/s both ways between the two dies, from memory of a paper", 1, _STEP
 )
 _A3_HOST = _link(
-    "host", 16, 196, "derived", "7 links of 224 Gb/s of a die, published as 392 GB/s of a package", 2, _STEP
+    "host", 16, 196, "derived", "7 links of 224 Gb/s of a die, 392 GB/s of a package: CloudMatrix384", 2, _STEP
 )
-_RDMA = "400 Gb/s RDMA of a package of two dies is published"
+_RDMA = "400 Gb/s RDMA of a package of two dies: CloudMatrix384"
 _950_HOST = _link(
-    "host", 8, 1000, "derived", "72 lanes of 112 Gb/s, published as 2.0 TB/s both ways", 2.1, "fabric, keynote"
+    "host", 8, 1000, "derived", "72 lanes of 112 Gb/s, 2.0 TB/s both ways in the white paper", 2.1, "fabric, keynote"
 )
-_950_OUT = _link("network", 0, 100, "derived", "2 x 400 Gb/s Ethernet of a card are published", 5, _FAR)
+_950_OUT = _link("network", 0, 100, "derived", "2 x 400 Gb/s Ethernet of a card, white paper", 5, _FAR)
 
 LINKS: dict[str, tuple[Link, ...]] = {  # innermost first; the last one joins as many as there are
     "a2": (
@@ -84,7 +84,7 @@ LINKS: dict[str, tuple[Link, ...]] = {  # innermost first; the last one joins as
     "a3-superpod": (
         _PACKAGE,
         _A3_HOST,
-        _link("superpod", 768, 190, "derived", "of a host, less the published loss of 3 %", 3, "1 us more than a host"),
+        _link("superpod", 768, 190, "derived", "of a host, less 3 %: CloudMatrix384", 3, "1 us more than a host"),
         _link("network", 0, 25, "derived", _RDMA, 5, _FAR),
     ),
     "950pr": (_950_HOST, _950_OUT),

@@ -26,7 +26,7 @@ from kimi_graph.shard import (
     shard_model,
 )
 
-README = Path(kg.__file__).resolve().parent.parent / "README.md"
+PAGE = Path(kg.__file__).resolve().parent.parent / "docs" / "sharding.md"
 
 
 def request(model, mesh, **kwargs):
@@ -232,11 +232,11 @@ def test_a_decode_layer_of_k3_has_one_collective_for_its_mixer_and_three_for_its
 
 
 @pytest.mark.parametrize("tensor, column", [(8, 3), (16, 4), (32, 5)])
-def test_bytes_and_collectives_of_a_decode_layer_are_those_of_the_readme(tensor, column):
+def test_bytes_and_collectives_of_a_decode_layer_are_those_of_the_page(tensor, column):
     """At most one collective in KDA, two in DSA and four in MoE was promised."""
     plan = shard_model(request("kimi-k3.1-pro", f"tp={tensor}"))
     parts = {part.part: part for part in plan.collectives}
-    rows = [[cell.strip() for cell in line.split("|")] for line in README.read_text().splitlines()]
+    rows = [[cell.strip() for cell in line.split("|")] for line in PAGE.read_text().splitlines()]
     for name, part, most in (("KDA", "kda", 1), ("DSA", "mla", 2), ("MoE", "moe", 4)):
         (row,) = [row for row in rows if row[1:2] == [name]]
         assert (row[2], row[column]) == (str(len(parts[part].issued)), f"{parts[part].bytes:,}")
