@@ -151,7 +151,7 @@ def layer_bytes(folder: Path) -> dict[str, tuple[int, int]]:
     """Bytes that all nodes of the largest layer with KDA and with attention move, fused as they are; of weights."""
     compile_model(
         load_config("kimi-k3.1-pro"), target=target("a3", providers=("own", "builtin", "composed")), out=folder,
-        phases=("decode",), batch=ROWS, mesh=Mesh.parse("tp=8"),
+        phases=("decode",), batch=ROWS, mesh=Mesh.parse("tp=8"), must_fit=False,
     )  # fmt: skip
     layers: dict[str, tuple[int, int]] = {}
     kinds: dict[str, str] = {}

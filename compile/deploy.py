@@ -33,13 +33,13 @@ from kimi_graph.errors import DeployError
 from kimi_graph.files import new_folder
 from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.collectives import group_axes
-from kimi_graph.parallel.experts import buffer_bytes
 
 from . import air
 from .buckets import largest_inputs
 from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
 from .executor.registry import SEMANTICS
-from .ge_proto import Dtype, ModelDef, OpDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
+from .fit import Held, buffer_mib, check_fit, held_by_stage
+from .ge_proto import Dtype, ModelDef, TensorDescriptor, bytes_of, get_attr, is_tiled, set_attr, shape_of
 from .hosts import LOCAL, Hosts, Place, example, read_hosts
 from .manifest import is_weight, layout_in, target_of
 from .mesh_manifest import own_axes
@@ -47,7 +47,6 @@ from .order import COLLECTIVE
 from .places import bind_rank, group_of, placed_groups
 from .rank_tables import Communicator, builds_clusters, cluster_files, communicators, rank_table, table_version
 from .runbook import runbook
-from .scratch import scratch_bytes
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
 from .written import Written, open_written
@@ -55,7 +54,6 @@ from .written import Written, open_written
 LOADER = Path(__file__).parent / "data" / "loader"
 DEPLOY, RANK_TABLE = "deploy.json", "rank_table.json"
 FORMATS = {False: 2, True: 29}  # GE's numbers of ND and of FRACTAL_NZ, by whether a tensor is tiled
-BUFFER_MIB, RUNTIME = 200, 2 << 30  # HCCL_BUFFSIZE unless set; what the runtime takes of a die (assumed)
 OLD_CANN = ("8.0", "8.1", "8.2", "8.3")  # that graphs are not made for, and hosts may have
 
 
@@ -114,40 +112,16 @@ class Deployment:
     @functools.cached_property
     def buffer_mib(self) -> int:
         """What HCCL_BUFFSIZE has to be for rows that go to their experts; 0: HCCL's default will do."""
-        ops = [op for m in self.models.values() for op in m.graph[0].op if op.type == "MoeDistributeDispatchV2"]
-        return max(map(_buffer_mib, ops), default=0)
+        return buffer_mib(self.models)
 
     @functools.cached_property
-    def scratch(self) -> dict[str, int]:
-        """Work memory of each graph, bytes."""
-        return {name: scratch_bytes(model) for name, model in self.models.items()}
-
-    def held(self, stage: int) -> dict[str, int]:
-        """What a rank of a stage needs of its die, by what for; graphs share their work memory."""
-        memory = self.bundle.manifest["memory"]
-        own = memory.get("stages", [memory])[stage]
-        groups = len(self.groups_of(stage * self.mesh.stage.world))
-        return {
-            "weights": own["weights"],
-            "states": own["states"],
-            "scratch": max(self.scratch[g["name"]] for g in self.graphs_of(stage)),
-            "HCCL": groups * 2 * max(BUFFER_MIB, self.buffer_mib) << 20,
-            "runtime": RUNTIME,
-        }
+    def held(self) -> list[Held]:
+        """What a rank of each stage needs of its die."""
+        return held_by_stage(self.bundle.manifest, self.models)
 
     def check_memory(self) -> None:
         """Raises DeployError where a rank does not fit its die: nothing is compiled on the hosts to find that out."""
-        die = self.bundle.manifest["memory"]["die"]
-        for stage in range(self.mesh.pipe):
-            held = self.held(stage)
-            if (need := sum(held.values())) > die:
-                parts = ", ".join(f"{name} {size / 2**30:,.2f}" for name, size in held.items())
-                largest = max(self.graphs_of(stage), key=lambda g: self.scratch[g["name"]])["name"]
-                raise DeployError(
-                    f"{self.bundle.folder}: a rank of stage {stage} needs {need / 2**30:,.2f} GiB ({parts}; scratch is "
-                    f"that of {largest}), a die of {self.target.name} has {die / 2**30:,.2f}. More ranks hold less of "
-                    "weights each, a shorter --chunk or fewer rows need less scratch."
-                )
+        check_fit(str(self.bundle.folder), self.bundle.manifest, self.held, DeployError)
 
     def summary_json(self) -> dict[str, Any]:
         """For programs, and for `bringup`: who runs where."""
@@ -176,12 +150,6 @@ class Deployment:
             ],
             "groups": [{"name": c.name, "group": c.group, "ranks": list(c.ranks)} for c in self.groups],
         }
-
-
-def _buffer_mib(op: OpDef) -> int:
-    (rows, width), (_, top_k) = shape_of(op.input_desc[0]), shape_of(op.input_desc[1])
-    ways, experts = get_attr(op, "ep_world_size"), get_attr(op, "moe_expert_num")
-    return -(-buffer_bytes(rows, width, top_k, ways, experts // ways) // 2**20)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -533,7 +533,7 @@ def _memory(m: dict[str, Any]) -> str:
     """Weights and states beside what a die has."""
     weights, states, die = (m["memory"][part] for part in ("weights", "states", "die"))
     one, most = ("one rank", "") if m["mesh"] is None else ("a rank", "the rank that holds most: ")
-    fits = "" if weights + states <= die else f"; NOT ENOUGH for {one}"
+    fits = "" if weights + states <= die else f"; NOT ENOUGH for {one}: kimi-graph plan says for how many it is"
     return f"{most}{_size(weights)} of weights, {_size(states)} of states; a die has {_size(die)}{fits}"
 
 
@@ -566,6 +566,7 @@ def compile_model(
     torch_npu_wheel: Path | None = None,
     cache_dir: Path | None = None,
     keep: bool = False,
+    must_fit: bool = True,
     progress: Progress = silent,
 ) -> Compiled:
     """Compile a model into a bundle. See `Request` for the numbers; None takes its default (phases: all).
@@ -580,6 +581,8 @@ def compile_model(
         exchange, split_cache, pad: of a mesh, see `meshes.Layout`. redundant_experts, moe_chunks: see `MoeConfig`.
         cache_dir: where torchair is, and `keep`: take from there what an earlier compile made, and keep what this one
             makes, see `kept`.
+        must_fit: of a mesh: refuse what its ranks have no room for. Without one a bundle is of one rank whatever a die
+            has: it is for looking, proving and lowering a model whole.
 
     Raises:
         KimiGraphError: a request that cannot be met; nothing is written.
@@ -613,8 +616,8 @@ def compile_model(
         audit(decoder.model_specs(config), Checkpoint.open(checkpoint), config.dtype, config).check()
     clock = Clock(notify=lambda step: progress(step, 0, 0))
     host = Late(torch_npu_wheel, cache_dir)
-    kept = Kept.at(cache_dir or default_cache(), host) if keep else None
-    manifest = compile_bundle(request, host, out, checkpoint, clock, progress, kept)
+    kept = Kept.at(cache_dir or default_cache(), host) if keep and must_fit else None  # all that is kept fits
+    manifest = compile_bundle(request, host, out, checkpoint, clock, progress, kept, must_fit)
     return Compiled(manifest, clock, request.experts, () if kept is None else tuple(kept.lines()))
 
 
@@ -639,11 +642,12 @@ def compile_bundle(
     clock: Clock | None = None,
     progress: Progress = silent,
     kept: Kept | None = None,
+    must_fit: bool = True,
 ) -> dict[str, Any]:
     """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
 
     Args:
-        kept: of earlier compiles.
+        kept: of earlier compiles. must_fit: refuse a mesh whose ranks do not.
 
     Returns:
         The manifest.
@@ -654,7 +658,7 @@ def compile_bundle(
         with clock.step("cache"):
             files = kept.bundle(request)
     if files is None:
-        files = bundle_files(request, host, clock, kept)
+        files = bundle_files(request, host, clock, kept, must_fit)
         if kept is not None and not request.constants:
             with clock.step("cache"):
                 kept.keep_bundle(request, files)
@@ -676,8 +680,14 @@ def compile_bundle(
     return manifest
 
 
-def bundle_files(request: Request, host: Host | Late, clock: Clock, kept: Kept | None = None) -> dict[str, bytes]:
-    """Bytes by name of all that a bundle holds whatever the checkpoint; the manifest last."""
+def bundle_files(
+    request: Request, host: Host | Late, clock: Clock, kept: Kept | None = None, must_fit: bool = True
+) -> dict[str, bytes]:
+    """Bytes by name of all that a bundle holds whatever the checkpoint; the manifest last.
+
+    Raises:
+        CompileError: it cannot be had; with `must_fit`, a rank of a mesh does not fit its die.
+    """
     graphs = [g for b in request.buckets() for g in build_all(request, b, host, clock, kept)]
     _check_avoided(request.target, graphs)
     sources = {name: made for g in graphs for name, made in g.weights.items()}
@@ -690,7 +700,14 @@ def bundle_files(request: Request, host: Host | Late, clock: Clock, kept: Kept |
         files[bundle.WEIGHTS] = bundle.dump(plan)
         files |= kernel_files(graphs)
         files[bundle.SOURCES] = bundle.dump({g.name: g.origins for g in graphs})
-        files[bundle.MANIFEST] = bundle.dump(make_manifest(request, host, graphs, files, plan["weights"]))
+        manifest = make_manifest(request, host, graphs, files, plan["weights"])
+        files[bundle.MANIFEST] = bundle.dump(manifest)
+    if must_fit and request.mesh is not None:
+        from .fit import check_fit, held_by_stage  # reads graphs as the executor does, which a cached compile need not
+
+        with clock.step("fit"):
+            held = held_by_stage(manifest, {g.name: g.model for g in graphs})
+            check_fit(f"{request.config.name} on {request.mesh}", manifest, held, CompileError)
     return files
 
 

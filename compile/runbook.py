@@ -49,7 +49,7 @@ def _where(d: "Deployment") -> str:
         mine = [p for p in d.places if p.host is host]
         for stage in sorted({d.stage_of(p.rank) for p in mine}):
             own = [p for p in mine if d.stage_of(p.rank) == stage]
-            held = d.held(stage)
+            held = d.held[stage].bytes
             rows.append(
                 [host.name, host.ip, f"{own[0].rank} to {own[-1].rank}", f"{own[0].device.id} to {own[-1].device.id}",
                  stage, _size(held["weights"]), _size(held["states"]), _size(held["scratch"]), _size(held["HCCL"])]

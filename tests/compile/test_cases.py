@@ -4,6 +4,7 @@ They are held first where they belong: config parsing (C5, C8, K11, R1, R7), che
 SiTU (K10), sums over ranks (K8: `test_sums`), plans (M7) and the router (K11). Here each meets graphs and bundles.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -19,6 +20,7 @@ from kimi_graph.compile import air, driver
 from kimi_graph.compile.bundle import CONSTANTS, LOCAL, open_bundle
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.executor import Executor
+from kimi_graph.compile.fit import held_by_stage
 from kimi_graph.compile.ge_proto import ModelDef, describe, get_attr, set_attr, shape_of, split_edge
 from kimi_graph.compile.targets import target
 from kimi_graph.compile.verify import verify_bundle
@@ -345,3 +347,43 @@ def test_a_checkpoint_that_is_not_contiguous_in_memory_is_contiguous_in_the_bund
     entry = plan["p.layers.2.mla.up.slice1_128_256"]
     data = (tmp_path / "b" / CONSTANTS).read_bytes()[entry["offset"] : entry["offset"] + entry["bytes"]]
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=torch.bfloat16), part.reshape(-1))
+
+
+def test_a_rank_that_its_die_has_no_room_for_is_refused_and_scratch_is_named(host, tmp_path):  # case A10
+    """Weights, states and what is reserved fit; the work memory of the largest graph does not. Nothing is written."""
+    config, mesh, out = model("small", 4), Mesh.parse("pp=2,tp=2"), tmp_path / "b"
+    sizes = {"batch": 2, "chunk": 64, "max_len": 64, "page": 16, "out": out, "mesh": mesh}
+    compile_model(config, target=target("a3"), **sizes)
+    bundle = open_bundle(out)
+    models = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
+    held = held_by_stage(bundle.manifest, models)
+    fullest = max(held, key=lambda h: sum(h.bytes.values()))
+    need, scratch = sum(fullest.bytes.values()), fullest.bytes["scratch"]
+    assert scratch > 0 and fullest.largest.startswith("prefill")
+    shutil.rmtree(out)
+
+    just, less = (dataclasses.replace(target("a3"), memory_bytes=need - n) for n in (0, 1))
+    said = (
+        rf"^small on pp=2,tp=2: a rank of stage {fullest.stage} needs .*scratch is that of {fullest.largest}\), a die"
+    )
+    with pytest.raises(CompileError, match=said):
+        compile_model(config, target=less, **sizes)
+    with pytest.raises(CompileError, match=said):  # what is not written either
+        compile_model(config, target=less, **sizes | {"out": None})
+    assert not out.exists()
+    compile_model(config, target=just, **sizes)
+    compile_model(config, target=less, **sizes, must_fit=False)
+    one = compile_model(config, target=less, **sizes | {"mesh": None})  # a model whole, to look at: it is said
+    tiny = dataclasses.replace(less, memory_bytes=1 << 20)
+    assert "NOT ENOUGH" not in one.text()
+    assert "NOT ENOUGH for one rank" in compile_model(config, target=tiny, **sizes | {"mesh": None}).text()
+
+
+def test_what_a_compile_refused_is_refused_again_from_the_cache(host, tmp_path):  # case A10
+    less = dataclasses.replace(target("a3"), memory_bytes=1 << 20)
+    given = {"target": less, "mesh": Mesh.parse("tp=2"), "max_len": 64, "page": 16, "chunk": 16, "out": None}
+    given |= {"phases": ("decode",), "cache_dir": host.root.parents[1]}
+    compile_model(model("small", 4), **given, must_fit=False, keep=True)
+    for _ in range(2):
+        with pytest.raises(CompileError, match="a rank of stage 0 needs"):
+            compile_model(model("small", 4), **given, keep=True)

@@ -304,12 +304,13 @@ def test_files_of_clusters_are_written_for_the_chips_and_releases_that_read_them
 def test_what_does_not_fit_is_refused_before_a_host_compiles_it_and_scratch_is_named(meshed, tmp_path):
     """Case A10: weights and states fit, the work memory of the largest graph does not."""
     made = deploy_bundle(meshed, hosts_file(tmp_path), tmp_path / "fits").deployment
-    held = made.held(1)
-    assert held["scratch"] == max(made.scratch[n] for n in ("prefill_b4_t16_s1", "decode_b4_s1"))
+    held = made.held[1].bytes
+    names = ("prefill_b4_t16_s1", "decode_b4_s1")
+    assert held["scratch"] == max(scratch_bytes(made.models[n]) for n in names)
     manifest = open_bundle(meshed).manifest
     assert (held["weights"], held["states"]) == tuple(manifest["memory"]["stages"][1][k] for k in ("weights", "states"))
     bundle = Path(shutil.copytree(meshed, tmp_path / "bundle"))
-    manifest["memory"]["die"] = max(sum(made.held(s).values()) for s in (0, 1)) - 1
+    manifest["memory"]["die"] = max(sum(h.bytes.values()) for h in made.held) - 1
     (bundle / "manifest.json").write_bytes(dump(manifest))
     with pytest.raises(
         DeployError, match=r"a rank of stage \d needs .* scratch \d.*; scratch is that of prefill_b4_t16_s"
@@ -633,7 +634,7 @@ def test_the_loader_refuses_weights_that_are_not_the_graphs(loader, loaded):
 
 
 def test_the_loader_refuses_what_the_manifest_does_not_allow_and_names_its_key(loader, loaded):
-    """Case A12 for who runs graphs on a device: what a graph would do with such numbers nobody knows."""
+    """Cases A12 and A8 for who runs graphs on a device: what a graph would do with such inputs nobody knows."""
     state = open_bundle(loaded.bundle).manifest["state"]
     held, slots, pages = state["tokens_per_sequence"], state["slots"], state["pages"]
     loaded.step(0, "decode", 0)
