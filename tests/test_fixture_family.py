@@ -247,7 +247,7 @@ def test_weights_are_quantised_as_released_if_that_is_asked_for(name, dtypes, tm
 
 
 def test_a_model_that_is_not_quantised_has_no_quantised_fixture(tmp_path):
-    with pytest.raises(ConfigError, match="its weights are not quantised"):
+    with pytest.raises(ConfigError, match="its weights are not released quantised; leave --quantised out"):
         make_fixture(CONFIG["glm-5"], tmp_path / "x", quantised=True)
     assert not list(tmp_path.iterdir())
 

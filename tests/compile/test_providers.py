@@ -94,6 +94,6 @@ def test_an_operator_that_nobody_replaces_is_said_to_be_so(compile_small, tmp_pa
         compile_small(tmp_path / "b", avoid=("KdaStop",))
     with pytest.raises(CompileError, match="--avoid KdaStep: provider 'vllm-ascend' is not known; the nearest is"):
         compile_small(tmp_path / "b", avoid=("KdaStep=vllm-ascend",))
-    with pytest.raises(CompileError, match="each operator once"):
+    with pytest.raises(CompileError, match="an operator is named twice; name each once"):
         compile_small(tmp_path / "b", avoid=("KdaStep", "KdaStep=own"))
     assert not (tmp_path / "b").exists()
