@@ -191,8 +191,8 @@ REFUSED = {
     "a page of 100": ({"page": 100}, "--page 100: .*; the nearest is 96"),
     "a page of 8": ({"page": 8}, "--page 8: .*; the nearest is 16"),
     "a page over the limit": ({"page": 4096}, "--page 4096: .*; the nearest is 1024"),
-    "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages of 16, .* at least 5, 9 for 2 sequences as long"),
-    "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, 29 for 7 sequences as long"),
+    "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages .* at least 5, 9 for 2"),
+    "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, 29 for 7"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
     "rows beyond 32 bits": ({"batch": 10**11}, "--batch 100,000,000,000: .* in 32 bits, at most 2,147,483,647"),
     "an unknown phase": (
@@ -208,7 +208,7 @@ REFUSED = {
     "a cache that dense attention reads": ({"kv_dtype": "int8"}, "--kv-dtype int8: .* small has no indexer; take bf16"),
     "a cache of a dtype that the chip lacks": ({"kv_dtype": "fp8"}, "a3 has no 8-bit floats; it takes bf16, int8"),
     "packed constants": ({"weights": "constant", "weights_format": "int4"}, "packed weights need --weights input"),
-    "constants without weights": ({"weights": "constant", "checkpoint": None}, "graphs are to hold their weights, and .* is no checkpoint.s folder"),
+    "constants without weights": ({"weights": "constant", "checkpoint": None}, "small is no checkpoint.s folder"),
 }  # fmt: skip
 
 
