@@ -40,6 +40,7 @@ from .sides import Recorded, Sides, Stage
 from .verify import native_tolerance
 
 JOURNAL, REPORT = "journal.jsonl", "report"
+TITLE = "# Bring-up of "  # that a report begins with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ class Report:
         verdict = "All steps passed." if self.passed else f"**Stopped: {self.problem}.**\n\n{self.advice}"
         return "\n".join(
             [
-                f"# Bring-up of {m['model']['name']} for {m['target']['name']}, {mesh}", "", f"Device: {said}.", "",
+                f"{TITLE}{m['model']['name']} for {m['target']['name']}, {mesh}", "", f"Device: {said}.", "",
                 verdict, "", "| step | result | seconds | |", "| --- | --- | --- | --- |", *rows, "",
             ]
         )  # fmt: skip
@@ -201,6 +202,21 @@ def _advice(bundle: Bundle, finding: Finding | None) -> str:
     return f"{finding.type} was no choice, nobody else serves it: share the report with who supports the machine."
 
 
+def _check_place(out: Path) -> None:
+    """Raises BundleError where journal or report would take the place of a file that no bring-up wrote."""
+    for name, start in ((JOURNAL, '{"mark": '), (f"{REPORT}.json", '{\n "advice": '), (f"{REPORT}.md", TITLE)):
+        file = out / name
+        if file.exists() and not (file.is_file() and _starts(file, start.encode())):
+            raise BundleError(f"{file}: exists and is of no bring-up, and would be lost; choose another folder.")
+
+
+def _starts(file: Path, start: bytes) -> bool:
+    """Whether a file begins so, or ends before it differs: a run may have been killed there."""
+    with file.open("rb") as f:
+        found = f.read(len(start))
+    return start.startswith(found)
+
+
 @dataclass
 class _Journal:
     """Keys of steps that passed, for one bundle and machine."""
@@ -215,6 +231,7 @@ class _Journal:
         mark = hashlib.sha256(what).hexdigest()
         if out is None:
             return _Journal(None, mark, set())
+        _check_place(out)
         out.mkdir(parents=True, exist_ok=True)
         file, passed = out / JOURNAL, set[str]()
         if restart:

@@ -130,6 +130,8 @@ def inside(folder: Path, name: str) -> Path:
         raise BundleError(f"{folder / MANIFEST}: file {str(name)[:200]!r} leaves the bundle.")
     if not real.is_relative_to(home):
         raise BundleError(f"{folder / name}: a link to {real}, outside the bundle; put the file itself there.")
+    if real.exists() and not (real.is_file() or real.is_dir()):
+        raise BundleError(f"{folder / name}: is neither a file nor a folder; to read it might never end.")
     return folder / name
 
 

@@ -2,7 +2,8 @@
 
 ```
 README.md             the runbook, with this bundle's numbers
-deploy.json           the same for programs: ranks with hosts and devices, stages, groups; which bundle it is for
+deploy.json           the same for programs: ranks with hosts and devices, stages, groups; which bundle it is for;
+                      hash of every file, so that a later `deploy` loses nothing that somebody else wrote
 rank_table.json       how ranks find each other (bundles of many ranks)
 env.sh                environment of every rank
 hosts/NAME/run.sh     starts the ranks of a host, and ends all when one fails
@@ -36,7 +37,7 @@ from kimi_graph.parallel.collectives import group_axes
 
 from . import air
 from .buckets import largest_inputs
-from .bundle import MANIFEST, Bundle, as_written, dump, open_bundle
+from .bundle import MANIFEST, Bundle, as_written, dump, file_hash, open_bundle, read_json
 from .executor.registry import SEMANTICS
 from .fit import Held, buffer_mib, check_fit, held_by_stage
 from .ge_proto import Dtype, ModelDef, TensorDescriptor, bytes_of, get_attr, is_tiled, results_of, set_attr, shape_of
@@ -157,24 +158,24 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Deployed:
-    """What `deploy` wrote."""
+    """What `deploy` wrote; `files`: SHA-256 by name, of all but `deploy.json`, which has this."""
 
     folder: Path
     deployment: Deployment
-    files: int
+    files: Mapping[str, str]
 
     @property
     def summary(self) -> str:
         hosts, ranks = len(self.deployment.hosts.hosts), self.deployment.mesh.world
         return f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} on {hosts:,} {'host' if hosts == 1 else 'hosts'}: " + (
-            f"{self.files:,} files"
+            f"{len(self.files) + 1:,} files"
         )
 
     def text(self) -> str:
         return "\n".join(_overview(self.deployment))
 
     def to_json(self) -> Any:
-        return self.deployment.summary_json()
+        return self.deployment.summary_json() | {"files": dict(self.files)}
 
 
 def _overview(d: Deployment) -> Iterator[str]:
@@ -220,15 +221,22 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
         d = Deployment(bundle, found, target, cann, models, mesh, config)
         _check_place(out, folder)
         d.check_memory()
-        with new_folder(out) as work:
+        with new_folder(out, lambda: _check_place(out, folder)) as work:
             for name, data in _files(d, out):
                 (work / name).parent.mkdir(parents=True, exist_ok=True)
                 (work / name).write_bytes(data if isinstance(data, bytes) else data.encode())
                 if name.endswith(".sh"):
                     (work / name).chmod((work / name).stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
             shutil.copytree(LOADER, work / "loader")
-            count = sum(path.is_file() for path in work.rglob("*"))
-    return Deployed(out, d, count)
+            made = Deployed(out, d, _hashes(work))
+            (work / DEPLOY).write_bytes(dump(made.to_json()))
+    return made
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of a deployment's files by name: of all but `deploy.json`, which has these, and what is built there."""
+    names = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir())
+    return {n: file_hash(folder / n) for n in names if n != DEPLOY and not n.startswith("loader/build/")}
 
 
 def _mesh(bundle: Bundle, config: ModelConfig) -> Mesh:
@@ -246,6 +254,14 @@ def _release(cann: str | None, target: Target) -> str:
 def _check_place(out: Path, bundle: Path) -> None:
     if out.exists() and not (out / DEPLOY).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise DeployError(f"{out}: exists and is no deployment; choose another folder.")
+    if (out / DEPLOY).is_file():
+        said = read_json(out / DEPLOY)
+        written = said.get("files", {}) if isinstance(said, dict) else {}
+        if lost := [name for name, digest in _hashes(out).items() if written.get(name) != digest]:
+            what = "was changed" if lost[0] in written else "no deployment wrote"
+            raise DeployError(
+                f"{out}: holds {lost[0]}, which {what} and which would be lost; move it, or choose another folder."
+            )
     if bundle.resolve() in (out.resolve(), *out.resolve().parents):
         raise DeployError(f"{out}: lies inside the bundle; choose another folder.")
 
@@ -255,7 +271,6 @@ def _check_place(out: Path, bundle: Path) -> None:
 
 def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
     many = d.mesh.world > 1
-    yield DEPLOY, dump(d.summary_json())
     if many:
         yield RANK_TABLE, dump(rank_table(d.hosts, replace(d.target, cann=d.cann)))
     yield "env.sh", _environment(d)

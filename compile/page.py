@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kimi_graph.display import Html, document, join, tag
-from kimi_graph.files import replace_file
+from kimi_graph.files import write_file
 from kimi_graph.progress import Notify, silent
 
 from .layering import Point, lay_out
@@ -34,8 +34,7 @@ def write_page(bundle: Path, where: Path, progress: Notify = silent) -> None:
         BundleError: it is not one, or damaged. OSError: the file cannot be written.
     """
     made = page(picture(bundle, progress))
-    where.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(where, made.encode())
+    write_file(where, made.encode())
 
 
 def page(p: Picture) -> str:

@@ -193,14 +193,38 @@ def _sweep(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file that is the old one or the new one at any moment, and after a power failure."""
+    """Write a file that is the old one or the new one at any moment, and after a power failure.
+
+    For folders of our own: `PATH.part` is ours there, and what a killed process left of it is replaced.
+    """
     work = path.with_name(f"{path.name}.part")
     work.unlink(missing_ok=True)  # also where it is a link
-    with work.open("xb") as f:
+    _write(work, data)
+    work.replace(path)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """The same in a folder that is not ours alone: no other file there is touched, and after an error none is left.
+
+    Raises:
+        OSError: it cannot be written; the name is that of `path`.
+    """
+    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(work, data)
+            work.replace(path)
+        finally:
+            work.unlink(missing_ok=True)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A new file whose bytes are on the disk."""
+    with path.open("xb") as f:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
-    work.replace(path)
 
 
 def read_into(path: Path, at: int, buffer: memoryview) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kimi_graph import files
-from kimi_graph.files import new_folder
+from kimi_graph.files import new_folder, write_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -238,3 +238,20 @@ def test_two_fixtures_into_one_folder_at_once_are_one_fixture_and_a_refusal(tmp_
     wrong = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode)
     assert wrong == b"error: made: is a fixture already; replace it with --overwrite, or choose another folder.\n"
     assert names(tmp_path) == ["made"]
+
+
+def test_a_file_in_a_folder_of_others_touches_nothing_else(tmp_path):
+    (tmp_path / "a.html.part").write_text("mine")
+    for text in (b"old", b"new"):
+        write_file(tmp_path / "a.html", text)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"a.html.part": "mine", "a.html": "new"}
+
+
+@pytest.mark.parametrize("where, error", [("folder", IsADirectoryError), ("file/a", NotADirectoryError)])
+def test_a_file_that_cannot_be_is_named_and_leaves_nothing(tmp_path, where, error):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises((error, FileExistsError)) as caught:
+        write_file(tmp_path / where, b"new")
+    assert caught.value.filename in (str(tmp_path / where), str(tmp_path / "file"))
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]

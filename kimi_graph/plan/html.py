@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kimi_graph.display import Html, document
+from kimi_graph.files import write_file
 
 from .estimate import Decode
 from .ledger import StageLedger
@@ -44,8 +45,7 @@ def write_html(plan: Plan, where: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    where.parent.mkdir(parents=True, exist_ok=True)
-    where.write_text(page(plan), encoding="utf-8")
+    write_file(where, page(plan).encode())
 
 
 def page(plan: Plan) -> str:

@@ -233,6 +233,14 @@ def test_what_passed_is_not_tried_again(folder, known, said, tmp_path):
     assert states(again) == {"passed": 1, "failed": 1}
 
 
+@pytest.mark.parametrize("name", [JOURNAL, "report.md", "report.json"])
+def test_a_file_of_somebody_elses_is_not_replaced_by_a_report(folder, known, said, tmp_path, name):
+    (tmp_path / name).write_text("precious\n")
+    with pytest.raises(BundleError, match=f"{name}: exists and is of no bring-up, and would be lost"):
+        bring_up(folder, Refusing(said), known=known, out=tmp_path, restart=True)
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {name: "precious\n"}
+
+
 def test_the_report_can_be_shared(folder, known, said, tmp_path):
     report = bring_up(folder, FaultyDevice(said, broken("wrong scale", factor=2.0)), known=known, out=tmp_path)
     told = json.loads((tmp_path / "report.json").read_text())

@@ -351,8 +351,22 @@ def test_a_deployment_is_replaced_by_a_later_one(bundle, tmp_path):
     out = tmp_path / "out"
     deploy_bundle(bundle, None, out)
     (out / "logs").mkdir()
+    (out / "loader" / "build").mkdir()
+    (out / "loader" / "build" / "a.o").write_text("made again by a build")
     deploy_bundle(bundle, None, out)
-    assert not (out / "logs").exists()
+    assert not (out / "logs").exists() and not (out / "loader" / "build").exists()
+
+
+@pytest.mark.parametrize("name, what", [("notes.md", "no deployment wrote"), ("env.sh", "was changed")])
+def test_what_somebody_wrote_into_a_deployment_is_not_lost(bundle, tmp_path, name, what):
+    out = tmp_path / "out"
+    deploy_bundle(bundle, None, out)
+    with (out / name).open("a") as file:
+        file.write("# mine\n")
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    with pytest.raises(DeployError, match=f"out: holds {name}, which {what} and which would be lost; move it"):
+        deploy_bundle(bundle, None, out)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
 def test_the_example_has_as_many_devices_as_the_bundle_has_ranks(meshed, bundle):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def test_a_bundle_whose_files_are_not_those_of_its_manifest_is_not_the_same(bund
             diff_bundles(*pair)
     graph.unlink()
     with pytest.raises(BundleError, match=rf"{graph.name}: .*the bundle is incomplete"):
+        diff_bundles(bundle, copy)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(bundle, copy):
+    graph = copy / open_bundle(copy).manifest["graphs"][0]["file"]
+    graph.unlink()
+    os.mkfifo(graph)
+    with pytest.raises(BundleError, match=f"{graph.name}: is neither a file nor a folder"):
         diff_bundles(bundle, copy)
 
 
