@@ -29,7 +29,8 @@ class Member:
     """One rank among the processes of a group.
 
     Attributes:
-        mesh: its ranks are those of the group, in its order. rank: this one.
+        mesh: its ranks are those of the group, in its order.
+        rank: this one.
         group: of torch.distributed; its backend is that of the tensors' device.
         device: of tensors that a collective makes from nothing.
     """

@@ -47,7 +47,9 @@ class Place:
     """Where a rank stands.
 
     Attributes:
-        config: of the model. mesh: of all ranks of the engine. stage: pipeline stage.
+        config: of the model.
+        mesh: of all ranks of the engine.
+        stage: pipeline stage.
         member: which rank of the stage it is, among their processes; None: the only one.
     """
 
@@ -58,14 +60,17 @@ class Place:
 
     @property
     def layers(self) -> range:
+        """Layers of this stage, in the model's numbering."""
         return model_stages(self.config, self.mesh.pipe)[self.stage].layers
 
     @property
     def first(self) -> bool:
+        """Whether it has the embedding."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
+        """Whether it has the head."""
         return self.stage == self.mesh.pipe - 1
 
     # ---- parts ----
@@ -157,7 +162,7 @@ class Place:
             return {name: _whole(x) for name, x in made.items()}
 
     def encode(self, params: Decoder[Any], image: VisionInput) -> Tensor:
-        """`encode_image`, on a stage that has the tower."""
+        """`encode_image`, `[tokens, D]`, on a stage that has the tower."""
         if self.member is None:
             return encode_image(self.config, params, image)
         rules = self._rules("vision")

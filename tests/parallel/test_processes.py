@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 from kimi_graph.errors import ShardingError
 from kimi_graph.parallel import Mesh, collectives
@@ -66,7 +66,7 @@ def on_a_rank(rank, store):
 
 
 def test_processes_give_what_the_ranks_of_a_simulation_give(tmp_path):
-    torch.multiprocessing.spawn(on_a_rank, (tmp_path / "store",), 2)
+    spawn(on_a_rank, (tmp_path / "store",), 2)
 
 
 def test_a_collective_along_a_part_of_the_mesh_is_refused():

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 import kimi_graph as kg
 from kimi_graph import tree
@@ -67,4 +67,4 @@ def on_a_rank(rank, folder, store):
 
 def test_two_ranks_give_the_logits_of_one_and_hold_half(folder, tmp_path):
     """KDA, sparse attention, attention residuals and latent experts in one model."""
-    torch.multiprocessing.spawn(on_a_rank, (folder("kimi-k3.1-pro"), tmp_path / "store"), WAYS)
+    spawn(on_a_rank, (folder("kimi-k3.1-pro"), tmp_path / "store"), WAYS)
