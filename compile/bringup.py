@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph.errors import BundleError, KimiGraphError
+from kimi_graph.files import from_json
 from kimi_graph.progress import Notify, silent
 
 from .bundle import MANIFEST, Bundle, dump, open_bundle
@@ -238,7 +239,7 @@ class _Journal:
             file.unlink(missing_ok=True)
         for line in file.read_text().splitlines() if file.is_file() else []:
             try:
-                entry = json.loads(line)
+                entry = from_json(line)
             except ValueError:
                 continue  # a line that was being written when the run ended
             if isinstance(entry, dict) and entry.get("mark") == mark:

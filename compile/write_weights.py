@@ -149,7 +149,11 @@ def parse_ranks(text: str) -> list[int]:
         BundleError: it is no list of ranks.
     """
     ranks: set[int] = set()
-    for word in text.split(","):
+    words = text.split(",")
+    if "" in (stripped := [word.strip() for word in words]):
+        what = "is empty" if not any(stripped) else "has a comma too many"
+        raise BundleError(f"--ranks {text!r}: {what}; expected ranks, and first and last ones, as in 0-3,7.")
+    for word in words:
         found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
         if found is None:
             raise BundleError(f"--ranks {text!r}: {word!r} is neither a rank nor a first and a last one, as in 0-3,7.")
@@ -165,8 +169,8 @@ def parse_ranks(text: str) -> list[int]:
 def _chosen(mesh: Mesh, ranks: Sequence[int] | None) -> set[int]:
     wanted = set(range(mesh.world)) if ranks is None else set(ranks)
     if beyond := sorted(r for r in wanted if not 0 <= r < mesh.world):
-        there = f"the bundle's ranks are 0 to {mesh.world - 1}" if mesh.world > 1 else "the bundle has rank 0 alone"
-        raise BundleError(f"--ranks {beyond[0]}: {there}.")
+        there = f"the bundle's ranks are 0 to {mesh.world - 1:,}" if mesh.world > 1 else "the bundle has rank 0 alone"
+        raise BundleError(f"--ranks: rank {beyond[-1]:,} is not there; {there}.")
     return wanted
 
 

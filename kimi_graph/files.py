@@ -10,12 +10,14 @@ import ctypes
 import errno
 import fnmatch
 import glob
+import json
 import os
 import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 if sys.platform != "win32":
     import fcntl
@@ -225,6 +227,22 @@ def _write(path: Path, data: bytes) -> None:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def from_json(text: str | bytes, **hooks: Any) -> Any:
+    """The value of a JSON text that anybody may have written; `hooks`: of `json.loads`.
+
+    Raises:
+        ValueError: it is none, or none that Python can hold; a `JSONDecodeError` knows where.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("its brackets are nested thousands deep") from None
+    except ValueError as error:
+        if type(error) is ValueError and "int_max_str_digits" in str(error):
+            raise ValueError("a number in it has thousands of digits") from None
+        raise
 
 
 def read_into(path: Path, at: int, buffer: memoryview) -> int:

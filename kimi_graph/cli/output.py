@@ -83,6 +83,13 @@ def refuse(message: str) -> None:
     print_error(message)
 
 
+def interrupted() -> None:
+    """Say that somebody has ended it by Ctrl-C; it is no error."""
+    if manner.get().as_json:
+        print(json.dumps({"error": "interrupted"}, indent=2))
+    print("interrupted", file=sys.stderr)
+
+
 def print_error(message: str) -> None:
     """On a terminal in lines of whole words; else as it is, so that a program finds its words in one line."""
     print(_fitted(f"error: {message}", sys.stderr), file=sys.stderr)
