@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph.errors import BundleError, KimiGraphError
-from kimi_graph.files import from_json
+from kimi_graph.files import check_writable, from_json
 from kimi_graph.progress import Notify, silent
 
 from .bundle import MANIFEST, Bundle, dump, open_bundle
@@ -204,7 +204,8 @@ def _advice(bundle: Bundle, finding: Finding | None) -> str:
 
 
 def _check_place(out: Path) -> None:
-    """Raises BundleError where journal or report would take the place of a file that no bring-up wrote."""
+    """Raises KimiGraphError where they cannot be, or journal or report would take the place of a file that no bring-up wrote."""
+    check_writable(out / JOURNAL)
     for name, start in ((JOURNAL, '{"mark": '), (f"{REPORT}.json", '{\n "advice": '), (f"{REPORT}.md", TITLE)):
         file = out / name
         if file.exists() and not (file.is_file() and _starts(file, start.encode())):

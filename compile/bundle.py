@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
-from kimi_graph.files import from_json, new_folder
+from kimi_graph.files import Standing, check_writable, from_json, new_folder
 
 from .schema import check
 
@@ -218,8 +218,9 @@ def check_place(folder: Path) -> None:
     """Whether a bundle may be written to `folder`.
 
     Raises:
-        BundleError: something else is there.
+        KimiGraphError: something else is there, or nothing can be.
     """
+    check_writable(folder)
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
     if (folder / WRITTEN).exists():
@@ -239,16 +240,16 @@ def check_place(folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Path]:
+def writing(folder: Path, standing: Standing | None = None) -> Iterator[Path]:
     """A folder to write to that becomes `folder` at the end; nothing is left behind on failure.
 
-    An older bundle there is replaced; anything else is refused.
+    An older bundle there is replaced; anything else is refused, and with `standing` every other bundle too.
 
     Raises:
-        BundleError: `folder` exists and is not a bundle, or cannot be written.
+        KimiGraphError: `folder` exists and is not a bundle, or cannot be written, or is not `standing` any more.
     """
     try:
-        with new_folder(folder, lambda: check_place(folder)) as work:
+        with new_folder(folder, lambda: check_place(folder), standing) as work:
             yield work
     except OSError as e:
         raise BundleError(f"{e.filename or folder}: {e.strerror or e}; nothing was written.") from None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.errors import BundleError
-from kimi_graph.files import read_into, replace_file
+from kimi_graph.files import check_writable, read_into, replace_file
 from kimi_graph.parallel.mesh import MAX_RANKS, Mesh
 from kimi_graph.progress import Notify, silent
 
@@ -229,6 +229,7 @@ class _Run:
         present = self._present()
         if all(self._entry_of(f, present) for f in self.files) and not (self.folder / JOURNAL).exists():
             return 0
+        check_writable(self.folder / INDEX)
         self.folder.mkdir(exist_ok=True)
         slots = hashlib.sha256(dump({path: list(experts) for path, experts in self.maker.slots.items()})).hexdigest()
         about = {"for": described(self.bundle), "source": self.identity, "slots": slots}

@@ -166,6 +166,15 @@ def load_config_aloud(model: str) -> Any:
     return config
 
 
+def check_file(path: Path) -> None:
+    """Whether a file can be written there, before there is anything to write. Raises KimiGraphError."""
+    from kimi_graph.files import check_writable
+
+    if path.is_dir():
+        fail(f"{path}: is a folder; expected the name of a file.")
+    check_writable(path)
+
+
 @contextlib.contextmanager
 def progress_shown(*, of_bytes: bool = False, bars_alone: bool = False) -> Iterator[Notify]:
     """On standard error: a line per task, and on a terminal a bar for those whose end is known.

@@ -656,7 +656,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(copy, tmp_path):
         folder.chmod(0o755)
     copy.chmod(0o555)
     try:
-        assert alone("nobody", copy, 0) == f"error: {copy}/weights: Permission denied."
+        words = (
+            f"error: {copy}/weights/index.json: {copy} cannot be written to (Permission denied); choose another place."
+        )
+        assert alone("nobody", copy, 0) == words
     finally:
         copy.chmod(0o755)
     assert not (copy / "weights").exists()
