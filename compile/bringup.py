@@ -145,8 +145,10 @@ def bring_up(
     """Try a bundle on a machine step by step, and stop at the first tensor that differs.
 
     Args:
-        device: None: a CPU in place of it. checkpoint: weights; None: those the bundle was compiled from.
-        out: report and journal; None: neither is written. restart: try again what passed before.
+        device: None: a CPU in place of it.
+        checkpoint: weights; None: those the bundle was compiled from.
+        out: report and journal; None: neither is written.
+        restart: try again what passed before.
         known: what the CPU makes of the bundle, where several devices are tried with it.
 
     Raises:
@@ -204,7 +206,7 @@ def _advice(bundle: Bundle, finding: Finding | None) -> str:
 
 
 def _check_place(out: Path) -> None:
-    """Raises KimiGraphError where they cannot be, or journal or report would take the place of a file that no bring-up wrote."""
+    """Raises KimiGraphError where journal or report cannot be, or would take the place of a file of no bring-up."""
     check_writable(out / JOURNAL)
     for name, start in ((JOURNAL, '{"mark": '), (f"{REPORT}.json", '{\n "advice": '), (f"{REPORT}.md", TITLE)):
         file = out / name

@@ -13,7 +13,7 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,30 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, *, stream_
     return tree.map(load, specs)
 
 
+def load_part(spec: ParamSpec, own: Sequence[range], checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """Some indices of each dim of a parameter, in memory of their own: what a rank has of it (`Placement.own`).
+
+    Nothing else is read, except that a stored matrix which is quantised is dequantised whole, and let go.
+
+    Args:
+        dtype: as in `load_params`.
+    """
+    to, count = param_dtype(spec, dtype), len(spec.source)
+    lead = 0 if count == 1 else len(spec.shape) - len(spec.stored)  # dims that count stored tensors
+    numbers = _narrowed(torch.arange(count).view(spec.shape[:lead]), own[:lead])
+    made = torch.empty([len(indices) for indices in own], dtype=to)
+    for part, number in zip(made.view(numbers.numel(), *made.shape[lead:]), numbers.flatten().tolist(), strict=True):
+        whole = as_stored(spec, spec.source[number], checkpoint, to)
+        part.copy_(_narrowed(whole.view(spec.shape[lead:]), own[lead:]))
+    return made
+
+
+def _narrowed(x: Tensor, own: Sequence[range]) -> Tensor:
+    for dim, indices in enumerate(own):
+        x = x.narrow(dim, indices.start, len(indices))
+    return x
+
+
 def streamed(spec: ParamSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> StreamedExperts:
     """A stack of experts that stays in the checkpoint's files."""
 
@@ -250,6 +274,9 @@ def load_packed(spec: ParamSpec, checkpoint: Checkpoint, to: str) -> dict[str, T
 
     What the checkpoint stores in that format is taken as it is. Parts of a stack of matrices (experts) have its leading
     dimensions, parts of another parameter those of the stored tensor.
+
+    Raises:
+        CheckpointError: not a matrix, or its values or parts cannot be stored so.
     """
     if spec.padding or len(spec.stored) != 2:
         raise CheckpointError(f"{spec.source[0]}: {list(spec.stored)} is not a matrix to be stored as {to}.")
@@ -284,14 +311,23 @@ def plain_tensor(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torc
     Raises:
         CheckpointError: it holds what it may not, or is not there.
     """
+    return as_stored(spec, name, checkpoint, dtype).to(dtype)
+
+
+def as_stored(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised.
+
+    Raises:
+        CheckpointError: it holds what it may not, or is not there.
+    """
     form, parts = _parts(name, checkpoint)
     with _naming(name):
         if form is not None:
             return formats.unpack(form, parts, dtype)
         whole = parts[""]
         if spec.padding:
-            whole = _without_padding(spec, whole.reshape(-1))
-        return whole.to(dtype).view(spec.stored if not spec.padding else spec.shape)
+            return _without_padding(spec, whole.reshape(-1)).view(spec.shape)
+        return whole.view(spec.stored)
 
 
 def _without_padding(spec: ParamSpec, flat: Tensor) -> Tensor:
@@ -347,7 +383,8 @@ def save_checkpoint(
     """Write parameters under the released names and dtypes, with the config.json; `folder` must not exist.
 
     Args:
-        specs: as `model_specs` gives them. params: tensors in a tree of the same shape, of any float dtype.
+        specs: as `model_specs` gives them.
+        params: tensors in a tree of the same shape, of any float dtype.
         max_shard_bytes: of tensors in a file; one tensor larger than that has a file of its own.
         packed: formats of the parameters to quantise, by path (see `released_formats`); none by default.
 
@@ -374,7 +411,8 @@ class Piece:
     """One tensor to write: of a parameter that is a stack of `spec.source`, element `index`, or a part of it packed.
 
     Attributes:
-        name, dtype, shape: of the tensor. path, spec: of the parameter.
+        name, dtype, shape: of the tensor.
+        path, spec: of the parameter.
         packed: format and part; None: the tensor as it is.
     """
 
@@ -388,6 +426,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
+        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -417,7 +456,11 @@ def write_shards(
     max_shard_bytes: int,
     packed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Write `model.safetensors`, or several files and an index, into an existing folder; see `save_checkpoint`."""
+    """Write `model.safetensors`, or several files and an index, into an existing folder; see `save_checkpoint`.
+
+    Raises:
+        CheckpointError: parameters that are missing, too many, or of another shape or dtype.
+    """
     places, values = dict(tree.items(specs)), dict(tree.items(params))
     if extra := values.keys() - places.keys():
         raise CheckpointError(counted("parameters have no place in the model", extra))

@@ -17,7 +17,8 @@ import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ if sys.platform != "win32":
     import fcntl
 
 TRIES = 100  # renames that others may be faster at
+FETCHED = 8 << 20  # bytes that are asked for at once
 
 
 def check_writable(path: Path) -> None:
@@ -68,7 +70,11 @@ class Standing:
         return Standing(folder, mark, _hash(folder / mark))
 
     def check(self, made: Path) -> None:
-        """Raises KimiGraphError where somebody has put another one there meanwhile than the one in `made`."""
+        """Whether nobody has put another one there meanwhile than the one in `made`.
+
+        Raises:
+            KimiGraphError: somebody has.
+        """
         now = _hash(self.folder / self.mark)
         if now not in (None, self.sha256, _hash(made / self.mark)):
             raise KimiGraphError(
@@ -91,7 +97,8 @@ def new_folder(
 
     Args:
         may_replace: raises where `folder` must not be replaced. Asked again at the end: somebody else may have been
-            faster. standing: what may be replaced, of things that anybody may replace.
+            faster.
+        standing: what may be replaced, of things that anybody may replace.
 
     Raises:
         KimiGraphError: it is not `standing` any more.
@@ -311,3 +318,32 @@ def read_into(path: Path, at: int, buffer: memoryview) -> int:
         while buffer and (got := f.readinto(buffer)):
             buffer = buffer[got:]
     return len(buffer)
+
+
+def fetch_ahead(paths: Iterable[Path], most: int) -> None:
+    """Bring up to `most` first bytes of files from the disk into the system's memory, while the caller does other work.
+
+    It is advice: files that are not there, or that the system does not fetch, are left.
+    """
+    if not hasattr(os, "posix_fadvise"):  # macOS, Windows
+        return
+
+    def fetch(left: int) -> None:
+        for path in paths:
+            with contextlib.suppress(OSError), path.open("rb") as f:
+                size = min(path.stat().st_size, left)
+                for at in range(0, size, FETCHED):
+                    os.posix_fadvise(f.fileno(), at, min(FETCHED, size - at), os.POSIX_FADV_WILLNEED)
+                left -= size
+            if not left:
+                return
+
+    threading.Thread(target=fetch, args=(most,), daemon=True).start()
+
+
+def memory_bytes() -> int:
+    """Of this machine; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0

@@ -7,9 +7,10 @@ into the graph, because torch's meta kernel of all_reduce promises strides that 
 a wait node per collective says nothing where dataflow alone orders the graph.
 
 Each has a fake (shapes), an exact meaning on the tensors of a whole group (`together`, what a simulation of all ranks
-runs), and a lowering. A single device cannot run one.
+runs), and a lowering. A single device cannot run one, unless its process is one of a group (`processes`).
 """
 
+import contextvars
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Collective:
 
 
 COLLECTIVES: dict[Any, Collective] = {}
+running: contextvars.ContextVar[Any] = contextvars.ContextVar("running", default=None)  # `processes.Member`, or None
 
 
 def group_name(axes: Sequence[str]) -> str:
@@ -63,17 +65,21 @@ def group_axes(name: str) -> Axes:
 def _define(
     schema: str, fake: Callable[..., Any], together: Callable[..., Parts], lower: Any, moves: bool = True
 ) -> Any:
-    name = schema.partition("(")[0]
+    name, takes_tensors = schema.partition("(")[0], "Tensor" in schema.partition("->")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, fake, "Meta" if "Tensor" in schema.partition("->")[0] else "CompositeExplicitAutograd")
-
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        raise ShardingError(f"{name} is the work of several ranks; run the graph with parallel.simulate.")
-
-    if "Tensor" in schema.partition("->")[0]:
-        _LIBRARY.impl(name, alone, "CPU")
     op = getattr(torch.ops.kimi, name).default
-    COLLECTIVES[op] = Collective(name, op, together, lower, moves)
+    collective = COLLECTIVES[op] = Collective(name, op, together, lower, moves)
+
+    def real(*args: Any) -> Any:
+        if running.get() is not None:
+            return running.get().take_part(collective, *args)
+        if takes_tensors:
+            raise ShardingError(f"{name} is the work of several ranks; run the graph with parallel.simulate.")
+        return fake(*args)  # asked while a graph is traced
+
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    if takes_tensors:
+        _LIBRARY.impl(name, fake, "Meta")
     return op
 
 
@@ -253,19 +259,31 @@ def all_gather(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
 
 
 def reduce_scatter(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's `x`."""
+    """This rank's part along `dim` of the sum of every rank's `x`.
+
+    Raises:
+        ShardingError: the dimension does not divide over the ranks.
+    """
     dim = _divisible(mesh, "reduce_scatter", x, axes, dim)
     return _REDUCE_SCATTER(x, group_name(axes), mesh.size(axes), dim)
 
 
 def all_to_all(mesh: Mesh, x: Tensor, axes: Axes, split_dim: int, cat_dim: int) -> Tensor:
-    """Part r of `x` along `split_dim` goes to rank r; what comes from all is joined along `cat_dim`."""
+    """Part r of `x` along `split_dim` goes to rank r; what comes from all is joined along `cat_dim`.
+
+    Raises:
+        ShardingError: `split_dim` does not divide over the ranks.
+    """
     split_dim = _divisible(mesh, "all_to_all", x, axes, split_dim)
     return _ALL_TO_ALL(x, group_name(axes), mesh.size(axes), split_dim, cat_dim % x.ndim)
 
 
 def own_slice(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
-    """This rank's part of `x` along `dim`."""
+    """This rank's part of `x` along `dim`.
+
+    Raises:
+        ShardingError: the dimension does not divide over the ranks.
+    """
     dim = _divisible(mesh, "own_slice", x, axes, dim)
     return _OWN_SLICE(x, group_name(axes), mesh.size(axes), dim)
 
@@ -304,7 +322,8 @@ class Issued:
     """One collective of a graph.
 
     Attributes:
-        name: "all_reduce" ... axes: mesh axes of its group.
+        name: "all_reduce" ...
+        axes: mesh axes of its group.
         shape, dtype: of what one rank gives; of rows of experts, one for each that they have chosen.
         arguments: the rest, by name.
         source: file and line of the layer that needs it.

@@ -37,7 +37,7 @@ def vision_part_params(use: Use, p: Vision[Any]) -> Any:
 
 
 def run_vision_part(use: Use, c: VisionConfig, p: Any, x: Tensor, tables: VisionTables[Tensor]) -> Tensor:
-    """One part of the tower, for a single frame."""
+    """One part of the tower, for a single frame: `[N, P]` or `[N, D]` -> `[N, D]`, or `[M, E]` of the last part."""
     if use.part == "vision_block":
         return vision_block(p, c, x, tables)
     nothing = dict.fromkeys(f.name for f in dataclasses.fields(Vision))
@@ -64,7 +64,7 @@ def encode_image(
         raise ConfigError(f"encode_image: {config.name} has no vision tower.")
     given: Any = image if isinstance(image, VisionInput) else prepare_image(config.vision, image)
     weight = params.vision.patch.weight
-    patches = arrange_patches(config.vision, given.patches.to(weight), given.grid, room)
+    patches = arrange_patches(config.vision, given.patches.to(weight.device, weight.dtype), given.grid, room)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     tables = tree.map(lambda x: x.to(weight.device), vision_tables(config.vision, given.grid, room, dtype))
     return vision_forward(params.vision, config.vision, patches, tables)[: given.tokens]

@@ -26,7 +26,6 @@ from vllm.multimodal.processing import (
 )
 
 from kimi_graph.config import VisionConfig
-from kimi_graph.models import encode_image
 from kimi_graph.models.decoder import schedule
 from kimi_graph.vision import SIDE_LIMIT, VisionInput, most_patches, prepare_image
 
@@ -55,6 +54,8 @@ class Processor(ProcessorMixin):
 
 
 class Info(BaseProcessingInfo):
+    """What the engine asks about pictures before there are any."""
+
     @functools.cached_property
     def vision(self) -> VisionConfig:
         found = config_of(self.ctx.model_config.model).vision
@@ -93,6 +94,8 @@ def placeholder() -> str:
 
 
 class Pictures(BaseMultiModalProcessor[Info]):
+    """Pictures of a request as patches, and the placeholders that stand for them among the tokens."""
+
     def _get_mm_fields_config(self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
         grid = hf_inputs.get("grid", torch.empty(0, 3, dtype=torch.int64))
         return {
@@ -145,7 +148,7 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
         if self.params.vision is None:  # another stage has the tower; the engine asks all of them as it measures memory
             return patches.new_zeros(tokens, self.config.embed, dtype=self.dtype)
         image = VisionInput(patches=patches, grid=(frames, rows, columns), size=(0, 0), tokens=tokens)
-        return encode_image(self.config, self.params, image).to(self.dtype)
+        return self.place.encode(self.params, image).to(self.dtype)
 
     def embed_input_ids(
         self,
