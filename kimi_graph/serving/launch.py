@@ -6,6 +6,7 @@ where the package is the CPU build, which has another name.
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from types import FrameType
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
+
+from .tiers.plan import Tiers
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
@@ -39,6 +42,7 @@ class Launch:
     Attributes:
         folder: checkpoint. name: of the model in requests. host, port: where it listens.
         max_len: longest sequence in tokens; None: the model's own. mesh: of the engine's ranks.
+        tiers: below the engine's own cache.
     """
 
     folder: Path
@@ -47,6 +51,7 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -71,6 +76,8 @@ class Launch:
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        if self.tiers is not None:
+            words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
