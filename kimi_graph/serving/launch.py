@@ -66,6 +66,8 @@ class Launch:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
         if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
             raise ConfigError(f"--mesh {self.mesh}: served by pipeline stages alone; nearest pp={self.mesh.pipe}.")
+        if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
+            raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
     @property
     def command(self) -> list[str]:

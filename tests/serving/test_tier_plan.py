@@ -20,7 +20,7 @@ def test_a_specification_is_read_in_any_order():
     tiers = Tiers.parse("policy=arc, file=build/some:where:100GB ,host=4GB")
     assert tiers == Tiers(host=4 * 10**9, policy="arc", files=Path("build/some:where"), most=10**11)
     assert Tiers.parse("host=1GiB") == Tiers(host=2**30)
-    assert Tiers.parse("host=1GiB,file=a").most is None
+    assert Tiers.parse("host=1GiB,file=a,low=fp8") == Tiers(host=2**30, files=Path("a"), low="fp8")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,8 @@ def test_a_specification_is_read_in_any_order():
         ("host=-1GB", "'-1GB' is no size"),
         ("host=1GB,file=a:much", "'much' is no size"),
         ("host=1GB,policy=oldest", "expected one of lru, arc"),
+        ("host=1GB,file=a,low=int4", "expected one of int8, fp8"),
+        ("host=1GB,low=int8", "expected file=DIR beside it"),
         (f"host=1GB,file={__file__}", "a file; expected a folder"),
     ],
 )
@@ -54,6 +56,14 @@ def test_the_servers_command_has_the_engines_own_configuration(tiny):
     (tier,) = extra["secondary_tiers"]
     assert Path(tier["root_dir"]).parent == Path("pages").resolve()
     assert tier["most"] == 2 * 10**9
+
+
+def test_files_in_fewer_bits_lie_elsewhere_and_are_of_one_stage(tiny):
+    tiers = [Tiers.parse(f"host=1GB,file=pages{low}") for low in ("", ",low=int8", ",low=fp8")]
+    roots = [t.engine_config(tiny)["kv_connector_extra_config"]["secondary_tiers"][0]["root_dir"] for t in tiers]
+    assert len(set(roots)) == 3
+    with pytest.raises(KimiGraphError, match="one pipeline stage alone"):
+        Launch(folder=tiny, name="t", host="::1", port=1, max_len=None, mesh=Mesh(pipe=2), tiers=tiers[1])
 
 
 def test_caches_of_other_weights_lie_elsewhere(tiny, tmp_path):

@@ -51,9 +51,10 @@ def test_pages_that_the_engine_dropped_come_back_from_shared_memory(folder, libr
 
 
 def test_an_answer_is_found_by_the_next_turn(folder, library):
-    lib = library(HARDEST)
+    """In models without KDA: of one with it, the engine keeps no memory where decoding passes a page's end."""
+    lib = library("deepseek-v3.2")
     (first,) = lib.prompts(BLOCK - 10, seed=12)
-    with tiered(folder(HARDEST), "host=64MB") as llm:
+    with tiered(folder("deepseek-v3.2"), "host=64MB") as llm:
         asked(lib, llm, [first], count=30)
         turn = first + lib.seen[tuple(first)][0][:30] + lib.prompts(20, seed=13)[0]
         assert llm.reset_prefix_cache()

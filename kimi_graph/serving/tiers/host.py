@@ -67,6 +67,13 @@ class HostCopies(OffloadingWorker):
                     yield page[at, : ref.page_size_bytes], kept[to, : ref.page_size_bytes]
 
 
+def check_places(caches: CanonicalKVCaches) -> None:
+    """What `precision.layout_of` takes for granted of a chunk, told by the engine's own tensors."""
+    assert len({t.page_size_bytes for t in caches.tensors}) == 1, "pages of several sizes"
+    for refs in caches.group_data_refs:
+        assert [ref.tensor_idx for ref in refs] == list(range(len(refs))), "layers lie in another order"
+
+
 class HostTiers(TieringOffloadingSpec):
     """The engine's tiers, with copies that a CPU can make."""
 
@@ -75,6 +82,7 @@ class HostTiers(TieringOffloadingSpec):
             return super().get_worker(kv_caches)
         if self._worker is None:
             assert self.blocks_per_chunk == 1, "a page is kept by itself"
+            check_places(kv_caches)
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,

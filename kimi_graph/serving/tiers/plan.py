@@ -11,6 +11,7 @@ from kimi_graph.errors import ConfigError
 
 POLICIES = ("lru", "arc")  # of shared memory: what leaves it first
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+CODES = ("int8", "fp8")  # of attention pages in files
 EXAMPLE = "host=4GB,file=DIR:100GB,policy=lru"
 SAMPLE = 1 << 16  # bytes of a file's beginning and end that tell weights apart
 
@@ -22,16 +23,19 @@ class Tiers:
     Attributes:
         host: bytes of the node's shared memory. policy: what leaves it first, one of `POLICIES`.
         files: folder of the file tier, None without. most: bytes that it may fill, None without a bound.
+        low: how attention pages are written to files, one of `CODES`; None: as they are. Memories of recurrent layers
+            always are written as they are.
     """
 
     host: int
     policy: str = "lru"
     files: Path | None = None
     most: int | None = None
+    low: str | None = None
 
     @staticmethod
     def parse(text: str) -> "Tiers":
-        """Of `host=SIZE[,file=DIR[:SIZE]][,policy=NAME]`.
+        """Of `host=SIZE[,file=DIR[:SIZE]][,policy=NAME][,low=CODE]`.
 
         Raises:
             ConfigError: the word that is wrong, and what it can be.
@@ -39,18 +43,23 @@ class Tiers:
         given: dict[str, str] = {}
         for word in text.split(","):
             key, found, value = (part.strip() for part in word.partition("="))
-            if not found or not value or key not in ("host", "file", "policy"):
-                raise ConfigError(f"--tiers {text}: {word!r} is not host=, file= or policy= with a value; as {EXAMPLE}.")
+            if not found or not value or key not in ("host", "file", "policy", "low"):
+                raise ConfigError(
+                    f"--tiers {text}: {word!r} is not host=, file=, policy= or low= with a value; as {EXAMPLE}."
+                )
             if key in given:
                 raise ConfigError(f"--tiers {text}: {key}= twice; expected once.")
             given[key] = value
         if "host" not in given:
             raise ConfigError(f"--tiers {text}: no host=; every tier is reached through shared memory, as {EXAMPLE}.")
         files, most = _folder(given["file"]) if "file" in given else (None, None)
-        tiers = Tiers(host=size_of(given["host"]), policy=given.get("policy", "lru"), files=files, most=most)
-        if tiers.policy not in POLICIES:
-            raise ConfigError(f"--tiers policy={tiers.policy}: expected one of {', '.join(POLICIES)}.")
-        return tiers
+        for key, names in (("policy", POLICIES), ("low", CODES)):
+            if given.get(key, names[0]) not in names:
+                raise ConfigError(f"--tiers {key}={given[key]}: expected one of {', '.join(names)}.")
+        if "low" in given and files is None:
+            raise ConfigError(f"--tiers {text}: low= is how files are written; expected file=DIR beside it.")
+        policy, low = given.get("policy", POLICIES[0]), given.get("low")
+        return Tiers(host=size_of(given["host"]), policy=policy, files=files, most=most, low=low)
 
     def engine_config(self, checkpoint: Path) -> dict[str, Any]:
         """The engine's `--kv-transfer-config`.
@@ -66,9 +75,9 @@ class Tiers:
             "offload_prompt_only": False,  # the next turn of a conversation reads this one's answer
         }
         if self.files is not None:
-            folder = str(self.files.resolve() / mark_of(checkpoint))
-            tier = {"type": "Files", "module_path": f"{__package__}.files", "root_dir": folder, "most": self.most}
-            extra["secondary_tiers"] = [tier]
+            folder = self.files.resolve() / f"{mark_of(checkpoint)}-{self.low or 'whole'}"
+            tier = {"type": "Files", "module_path": f"{__package__}.files", "root_dir": str(folder)}
+            extra["secondary_tiers"] = [tier | {"most": self.most, "low": self.low}]
         return {
             "kv_connector": "TieredConnector",
             "kv_connector_module_path": f"{__package__}.connector",
