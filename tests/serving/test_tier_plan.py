@@ -9,6 +9,7 @@ import pytest
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.launch import Launch
+from kimi_graph.serving.tiers import plan, precision
 from kimi_graph.serving.tiers.plan import Tiers, mark_of, size_of
 
 
@@ -56,6 +57,10 @@ def test_the_servers_command_has_the_engines_own_configuration(tiny):
     (tier,) = extra["secondary_tiers"]
     assert Path(tier["root_dir"]).parent == Path("pages").resolve()
     assert tier["most"] == 2 * 10**9
+
+
+def test_every_code_can_be_asked_for():
+    assert plan.CODES == tuple(precision.CODES)
 
 
 def test_files_in_fewer_bits_lie_elsewhere_and_are_of_one_stage(tiny):

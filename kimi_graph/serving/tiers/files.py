@@ -17,8 +17,8 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from kimi_graph.config import MlaConfig
 from kimi_graph.read_config import load_config
+from kimi_graph.serving.hf_config import cached_row
 
-from ..hf_config import cached_row
 from .precision import Layout, bytes_of, layout_of
 
 
@@ -125,7 +125,7 @@ def _view(x: Tensor) -> memoryview:
 
 
 def layouts_of(spec: OffloadingSpec, code: str) -> dict[int, Layout]:
-    """Where rows lie in the chunks of each group of attention layers; groups with a recurrent layer are not among them."""
+    """Where rows lie in the chunks of each group of attention layers alone; others are kept as they are."""
     config, model = spec.config, load_config(Path(spec.config.model.name))
     return layout_of(
         {group.group_id: (group.layer_names, group.tokens_per_block) for group in config.groups},
