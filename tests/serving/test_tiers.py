@@ -87,8 +87,8 @@ def test_more_than_fits_into_shared_memory_comes_back_from_files(folder, library
 
 @pytest.mark.parametrize("code", ["int8", "fp8"])
 def test_attention_pages_in_fewer_bits_give_nearly_the_same_logprobs(folder, library, tmp_path, code):
-    """The first logprobs after pages came back in code. A code of 8 bits is wrong by 0.6 % or 2.5 % of a number, which a
-    model of few layers does not make much larger; a page that was mistaken for another would be wrong by all of it."""
+    """The first logprobs after pages came back in code. A code of 8 bits is wrong by 0.6 % or 2.5 % of a number, which
+    a model of few layers does not make much larger; a page that was mistaken for another would be wrong by all of it."""
     lib = library(HARDEST)
     prompts = lib.prompts(300, 290, seed=17)
     lib.greedy(prompts, 1)
