@@ -318,7 +318,7 @@ def as_stored(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.d
     """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised.
 
     Raises:
-        CheckpointError: as `plain_tensor`.
+        CheckpointError: it holds what it may not, or is not there.
     """
     form, parts = _parts(name, checkpoint)
     with _naming(name):

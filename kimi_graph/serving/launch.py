@@ -6,6 +6,7 @@ where the package is the CPU build, which has another name.
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
 from .ranks import check_mesh
+from .tiers.plan import Tiers
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
@@ -44,6 +46,7 @@ class Launch:
         host, port: where it listens.
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
+        tiers: below the engine's own cache.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -55,6 +58,7 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -72,6 +76,8 @@ class Launch:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
             raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
         check_mesh(config, self.mesh)
+        if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
+            raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
     @property
     def command(self) -> list[str]:
@@ -82,6 +88,8 @@ class Launch:
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        if self.tiers is not None:
+            words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
