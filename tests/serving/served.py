@@ -70,7 +70,7 @@ def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Outp
 
 
 def differ_at_a_tie(one: Output, other: Output, rounding: float) -> bool:
-    """Whether two answers are the same, but for a place where the better of two tokens is so by no more than rounding."""
+    """Whether two answers are the same until one has a token that is as good as the other's but for rounding."""
     for a, b, best, again in zip(one.tokens, other.tokens, one.top, other.top, strict=True):
         if abs(max(best.values()) - max(again.values())) > rounding:
             return False
