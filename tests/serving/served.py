@@ -145,7 +145,7 @@ class Library:
         state = kg.init_state(self.config, 1, len(ids) + count, torch.float32)
         with torch.no_grad():
             given = torch.tensor([list(ids)])
-            logits, state = kg.prefill(self.config, self.params, given, state, last_only=True, vision=pictures)
+            logits, state = kg.prefill(self.config, self.params, given, state, last_only=True, vision=pictures or None)
             self._keep([tuple(ids)], self._continued(logits, state, count))
 
     def agrees(self, prompt: Sequence[int], got: Output) -> None:
