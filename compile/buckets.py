@@ -139,8 +139,8 @@ def buckets_of(folder: Path, batch: int | None = None, length: int | None = None
     """The gears of a bundle.
 
     Args:
-        batch: sequences at once, None: one. length: tokens of each, prompt and new ones; None: one. Nothing is asked
-            for where both are None.
+        batch: sequences at once, None: one.
+        length: tokens of each, prompt and new ones; None: one. Nothing is asked for where both are None.
 
     Raises:
         BundleError: no bundle there, or a damaged one.

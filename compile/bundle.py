@@ -17,13 +17,13 @@ Paths inside are relative, but for local.json.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
-from kimi_graph.files import new_folder
+from kimi_graph.files import fetch_ahead, memory_bytes, new_folder
 
 from .schema import check
 
@@ -32,6 +32,16 @@ MANIFEST, WEIGHTS, GRAPHS = "manifest.json", "weights.json", "graphs"
 CONSTANTS, SOURCES, LOCAL, KERNELS = "constants.bin", "sources.json", "local.json", "kernels"
 GOLDEN, WRITTEN = "golden", "weights"  # folders
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS, GOLDEN})
+
+
+def fetch_checkpoint(folder: Path, given: Path | None) -> None:
+    """Start to bring a checkpoint from the disk for a bundle whose weights are to be written, while the program starts:
+    as much as an eighth of the memory holds. Whether it is one, and which, is judged later; here nothing is an error.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if not (folder / WRITTEN).exists():  # else little or nothing is left to read
+            source = given or Path(json.loads((folder / LOCAL).read_text())["checkpoint"])
+            fetch_ahead(sorted(source.glob("*.safetensors")), memory_bytes() // 8)
 
 
 @contextmanager

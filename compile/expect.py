@@ -90,7 +90,8 @@ class Expected:
         """Hold a bundle against it; returns what was compared, in words.
 
         Raises:
-            BundleError: the first field that differs. ConfigError, ShardingError: something that cannot be expected.
+            BundleError: the first field that differs.
+            ConfigError, ShardingError: something that cannot be expected.
         """
         manifest = bundle.manifest
         if self.model is not None:

@@ -790,7 +790,8 @@ def verify_bundle(
     """Execute a bundle and compare it with its model.
 
     Args:
-        checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
+        checkpoint: weights; None: those it was compiled from.
+        steps: decode steps after the prefill.
         bisect: where something differs, name the first node.
         processes: of a mesh, run every rank in a process of its own.
         kernels: in native runs, run our operators that have a kernel by it, on the CPU twin; the folder for what is

@@ -38,6 +38,7 @@ def kda_shapes(c: KdaConfig, ways: int) -> Shapes:
 
 
 def kda_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of the windows, and of the memory."""
     return (dtype, torch.float32)
 
 
@@ -95,7 +96,8 @@ class Pages:
     """What the engine says of a step to a layer with pages.
 
     Attributes:
-        starts, lengths: see `rows.rows_of`. block_table: `[R, pages]`.
+        starts, lengths: see `rows.rows_of`.
+        block_table: `[R, pages]`.
     """
 
     starts: list[int]
@@ -104,6 +106,8 @@ class Pages:
 
 
 class PagesBuilder(AttentionMetadataBuilder[Pages]):
+    """What the engine knows of a step's pages, as `Pages`."""
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
