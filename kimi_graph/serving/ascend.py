@@ -82,13 +82,16 @@ class Halves(MlaCache):
         super().__init__(vllm_config, name, m, sum(self.widths))
 
     def get_attn_backend(self) -> type[AttentionBackend]:
+        """Of pages of 128 tokens."""
         return HalvesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> AttentionSpec:
+        """Keys and values of one head."""
         size, (keys, values) = vllm_config.cache_config.block_size, self.widths
         return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=keys, head_size_v=values, dtype=self.dtype)
 
     def state(self) -> MlaState[Tensor]:
+        """Views of both tensors, `[pages, 128, width of each]`."""
         keys, values = (half.squeeze(2) for half in self.kv_cache)
         latent, rope, index = self.parts
         at_index = values[..., rope : rope + index] if index else None
@@ -96,8 +99,11 @@ class Halves(MlaCache):
 
 
 class HalvesBackend(PagesBackend):
+    """Pages of keys and pages of values, see `Halves`."""
+
     @staticmethod
     def get_name() -> str:
+        """Its name in the engine's messages."""
         return "KIMI_GRAPH_HALVES"
 
     @staticmethod
@@ -109,4 +115,5 @@ class HalvesBackend(PagesBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
+        """Of keys and values together; the runner takes the first dimension away."""
         return (2, num_blocks, block_size, num_kv_heads, head_size)
