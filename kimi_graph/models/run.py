@@ -45,7 +45,7 @@ class State(Generic[Leaf]):
 
     @property
     def capacity(self) -> int:
-        """Tokens a sequence can hold: whole pages."""
+        """Tokens a sequence can hold, in whole pages."""
         return self.block_table.shape[1] * self.page  # type: ignore[attr-defined]
 
 
