@@ -16,8 +16,9 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, arranged, check_length
+from kimi_graph.config import ModelConfig, arranged, check_length, check_whole
 from kimi_graph.errors import CompileError
+from kimi_graph.files import Standing
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
@@ -207,9 +208,10 @@ class Request:
         Raises:
             CompileError: a number that cannot be meant.
         """
-        for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
-            if value < 1:
-                raise CompileError(f"{name} is {value}; the smallest is 1.")
+        sizes = {"--batch": self.rows, "--chunk": self.chunk, "--max-len": self.max_len, "--page": self.page}
+        check_whole("compile", CompileError, **sizes)
+        optional = {"--pages": self.pages, "--patches": self.patches}
+        check_whole("compile", CompileError, least=None, **{name: n for name, n in optional.items() if n is not None})
         legal = legal_phases(self.config)
         if self.config.vision is None and self.patches is not None:
             raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
@@ -664,6 +666,7 @@ def compile_bundle(
         The manifest.
     """
     clock = clock or Clock()
+    standing = None if out is None else Standing.of(out, bundle.MANIFEST)
     files = None
     if kept is not None and not request.constants:  # those hold weights
         with clock.step("cache"):
@@ -677,7 +680,7 @@ def compile_bundle(
     if checkpoint is not None:
         files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
     if out is not None:
-        with clock.step("write"), bundle.writing(out) as folder:
+        with clock.step("write"), bundle.writing(out, standing) as folder:
             for name, data in files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(data)

@@ -13,7 +13,7 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import formats, tree
 from .audit import DESCRIPTION, Audit, audit_names
-from .config import ModelConfig
+from .config import ModelConfig, check_config
 from .errors import CheckpointError, ConfigError
 from .files import new_folder, read_into
 from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, at_home, counted, read_headers
@@ -182,6 +182,7 @@ def load_params(
             what it may not: a scale that is NaN, padding that is not zero.
         ConfigError: a layer the model does not have, or a `dtype` that is not a float.
     """
+    check_config(config, "load_params")
     dtype = dtype or config.dtype
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"load_params: dtype {dtype}; expected float64, float32, bfloat16 or float16.")
@@ -220,6 +221,30 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, *, stream_
         return whole.view(spec.shape)
 
     return tree.map(load, specs)
+
+
+def load_part(spec: ParamSpec, own: Sequence[range], checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """Some indices of each dim of a parameter, in memory of their own: what a rank has of it (`Placement.own`).
+
+    Nothing else is read, except that a stored matrix which is quantised is dequantised whole, and let go.
+
+    Args:
+        dtype: as in `load_params`.
+    """
+    to, count = param_dtype(spec, dtype), len(spec.source)
+    lead = 0 if count == 1 else len(spec.shape) - len(spec.stored)  # dims that count stored tensors
+    numbers = _narrowed(torch.arange(count).view(spec.shape[:lead]), own[:lead])
+    made = torch.empty([len(indices) for indices in own], dtype=to)
+    for part, number in zip(made.view(numbers.numel(), *made.shape[lead:]), numbers.flatten().tolist(), strict=True):
+        whole = as_stored(spec, spec.source[number], checkpoint, to)
+        part.copy_(_narrowed(whole.view(spec.shape[lead:]), own[lead:]))
+    return made
+
+
+def _narrowed(x: Tensor, own: Sequence[range]) -> Tensor:
+    for dim, indices in enumerate(own):
+        x = x.narrow(dim, indices.start, len(indices))
+    return x
 
 
 def streamed(spec: ParamSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> StreamedExperts:
@@ -287,14 +312,23 @@ def plain_tensor(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torc
     Raises:
         CheckpointError: it holds what it may not, or is not there.
     """
+    return as_stored(spec, name, checkpoint, dtype).to(dtype)
+
+
+def as_stored(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised.
+
+    Raises:
+        CheckpointError: it holds what it may not, or is not there.
+    """
     form, parts = _parts(name, checkpoint)
     with _naming(name):
         if form is not None:
             return formats.unpack(form, parts, dtype)
         whole = parts[""]
         if spec.padding:
-            whole = _without_padding(spec, whole.reshape(-1))
-        return whole.to(dtype).view(spec.stored if not spec.padding else spec.shape)
+            return _without_padding(spec, whole.reshape(-1)).view(spec.shape)
+        return whole.view(spec.stored)
 
 
 def _without_padding(spec: ParamSpec, flat: Tensor) -> Tensor:

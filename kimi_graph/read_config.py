@@ -7,6 +7,7 @@ ignored; keys without influence on the result are listed as `inert`. All faults 
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .config import ModelConfig
 from .config_keys import SHOWN, found, known_part, read_section, show
 from .errors import ConfigError
 from .families import FAMILIES
+from .files import from_json
 
 # Released files, unchanged, from public mirrors (fact sheet, section 0); a file that is not released as it is says in
 # words what it assumes, under "assumptions".
@@ -57,6 +59,10 @@ def load_known(source: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def _find(source: str | Path) -> tuple[Path, str]:
     """The file that `source` means, and what the model is called."""
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"model: found {type(source).__name__}, expected a preset's name, a config.json or a checkpoint's folder."
+        )
     path = Path(source)
     if isinstance(source, str) and source in presets():
         path, name = PRESETS / f"{source}.json", source
@@ -120,13 +126,13 @@ def parse_json(text: bytes, where: str, error: type[Exception]) -> dict[str, Any
         raise error(f"{where}: found {word}, which is not a JSON number.")
 
     try:
-        data = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+        data = from_json(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
     except UnicodeDecodeError as e:
         raise error(f"{where}: not text (byte {e.start} is not UTF-8); expected JSON.") from e
     except json.JSONDecodeError as e:
         raise error(f"{where}: not JSON at line {e.lineno}, column {e.colno}: {e.msg}. Is the file complete?") from e
-    except (RecursionError, ValueError) as e:  # thousands of brackets; an integer of thousands of digits
-        raise error(f"{where}: not JSON that can be read ({e}).") from e
+    except ValueError as e:
+        raise error(f"{where}: not JSON that can be read: {e}.") from e
     if not isinstance(data, dict):
         raise error(f"{where}: expected a JSON object ({{...}}), found {show(data)}.")
     return data

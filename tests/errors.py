@@ -109,7 +109,12 @@ CASES = {
         deploy tiny-a3 -o notes
         deploy tiny-a3 --cann 7.0
     """,
-    "serve": "serve notes",
+    "serve": """
+        serve notes
+        serve tiny --tiers file=pages
+        serve tiny --tiers host=4XB
+        serve tiny --tiers host=4GB,policy=oldest
+    """,
     "bringup": """
         bringup notes
         bringup tiny-a3 --deploy notes

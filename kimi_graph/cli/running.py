@@ -162,6 +162,10 @@ def serve(
         str, typer.Option(metavar="HOST", help="Where it listens; 0.0.0.0 is everywhere, and it has no password.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="P", help="TCP port.")] = 8000,
+    tiers: Annotated[
+        str | None,
+        typer.Option(metavar="host=SIZE,..", help="Keep cached pages in shared memory, and in files: file=DIR:SIZE."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
     """Serve a checkpoint on vLLM. Prints and starts the engine's own OpenAI server with the flags that the model needs,
@@ -170,9 +174,11 @@ def serve(
     \b
     kimi-graph serve build/k31 --name k31 --max-len 4096
     kimi-graph serve build/k31 --mesh pp=2 --dry-run
+    kimi-graph serve build/k31 --tiers host=4GB,file=build/pages:100GB
     """
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals
+    from kimi_graph.serving.tiers.plan import Tiers
 
     launch = Launch(
         folder=model,
@@ -181,6 +187,7 @@ def serve(
         port=port,
         max_len=max_len,
         mesh=Mesh.parse(mesh),
+        tiers=None if tiers is None else Tiers.parse(tiers),
     )
     print(shlex.join(launch.command), flush=True)
     if dry_run:

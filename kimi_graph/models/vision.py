@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import ModelConfig, VisionConfig
+from kimi_graph.config import ModelConfig, VisionConfig, check_config
 from kimi_graph.errors import ConfigError
 from kimi_graph.layers import Vision, VisionTables, arrange_patches, vision_forward, vision_tables
 from kimi_graph.layers.vision import vision_block, vision_embed, vision_project
@@ -60,11 +60,12 @@ def encode_image(
     Raises:
         ConfigError: a model without vision, or a picture that cannot be read or does not fit.
     """
+    check_config(config, "encode_image")
     if config.vision is None or params.vision is None:
         raise ConfigError(f"encode_image: {config.name} has no vision tower.")
     given: Any = image if isinstance(image, VisionInput) else prepare_image(config.vision, image)
     weight = params.vision.patch.weight
-    patches = arrange_patches(config.vision, given.patches.to(weight), given.grid, room)
+    patches = arrange_patches(config.vision, given.patches.to(weight.device, weight.dtype), given.grid, room)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     tables = tree.map(lambda x: x.to(weight.device), vision_tables(config.vision, given.grid, room, dtype))
     return vision_forward(params.vision, config.vision, patches, tables)[: given.tokens]

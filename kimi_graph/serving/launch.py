@@ -6,13 +6,14 @@ where the package is the CPU build, which has another name.
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,9 @@ from types import FrameType
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
+
+from .ranks import check_mesh
+from .tiers.plan import Tiers
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
@@ -42,6 +46,7 @@ class Launch:
         host, port: where it listens.
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
+        tiers: below the engine's own cache.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -53,6 +58,7 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    tiers: Tiers | None = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -61,12 +67,17 @@ class Launch:
             raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
         config = load_config(self.folder)
         if self.max_len is not None and not 1 <= self.max_len <= config.max_len:
-            nearest = 1 if self.max_len < 1 else config.max_len
-            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {nearest:,}.")
+            length = 1 if self.max_len < 1 else config.max_len
+            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {length:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
-        if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
-            raise ConfigError(f"--mesh {self.mesh}: served by pipeline stages alone; nearest pp={self.mesh.pipe}.")
+        nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
+        if self.mesh != nearest:
+            words = "the engine's ranks are stages and tensor ranks, which share out experts"
+            raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
+        check_mesh(config, self.mesh)
+        if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
+            raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
     @property
     def command(self) -> list[str]:
@@ -77,6 +88,8 @@ class Launch:
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        if self.tiers is not None:
+            words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
@@ -96,7 +109,9 @@ class Launch:
         """
         if importlib.util.find_spec("vllm") is None:
             raise KimiGraphError(MISSING)
-        process = subprocess.Popen(self.command, env={**DEFAULTS, **environment}, start_new_session=True)
+        ranks = self.mesh.world
+        own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
+        process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
         try:
             yield process
         finally:
@@ -119,6 +134,20 @@ class Launch:
                     return
             time.sleep(0.5)
         raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
+    """Cores of each rank, as vLLM's CPU build takes them. By itself it gives each rank the cores of a NUMA node, and
+    refuses more ranks than nodes.
+    """
+    each = max(1, len(cores) // ranks)
+    own = ([cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks))
+    return "|".join(",".join(map(str, some)) for some in own)
+
+
+def _cores() -> list[int]:
+    """That this process may use."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [*range(os.cpu_count() or 1)]
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ from vllm.multimodal.processing import (
 )
 
 from kimi_graph.config import VisionConfig
-from kimi_graph.models import encode_image
 from kimi_graph.models.decoder import schedule
 from kimi_graph.vision import SIDE_LIMIT, VisionInput, most_patches, prepare_image
 
+from . import compat
 from .engine import KimiGraphForCausalLM, KimiGraphHybridForCausalLM, config_of
 
 OPENS, PLACEHOLDER = "<|media_content|>", "<|media_pad|>"
@@ -94,7 +94,7 @@ def placeholder() -> str:
     return f"<|media_begin|>image{OPENS}{PLACEHOLDER}<|media_end|>"
 
 
-class Pictures(BaseMultiModalProcessor[Info]):
+class Pictures(compat.PicturesAlone, BaseMultiModalProcessor[Info]):
     """Pictures of a request as patches, and the placeholders that stand for them among the tokens."""
 
     def _get_mm_fields_config(self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
@@ -149,7 +149,7 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
         if self.params.vision is None:  # another stage has the tower; the engine asks all of them as it measures memory
             return patches.new_zeros(tokens, self.config.embed, dtype=self.dtype)
         image = VisionInput(patches=patches, grid=(frames, rows, columns), size=(0, 0), tokens=tokens)
-        return encode_image(self.config, self.params, image).to(self.dtype)
+        return self.place.encode(self.params, image).to(self.dtype)
 
     def embed_input_ids(
         self,
