@@ -315,7 +315,11 @@ def plain_tensor(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torc
 
 
 def as_stored(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
-    """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised."""
+    """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised.
+
+    Raises:
+        CheckpointError: it holds what it may not, or is not there.
+    """
     form, parts = _parts(name, checkpoint)
     with _naming(name):
         if form is not None:
