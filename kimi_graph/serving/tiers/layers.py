@@ -34,8 +34,8 @@ class Transfers:
             yield uses
             return
         for layer, own in itertools.groupby(uses, key=lambda use: use.layer):
-            if (cache := self.expected.pop(layer, None)) is not None:
-                self.connector.wait_for_layer_load(cache.name)
+            if layer in self.expected:
+                self.connector.wait_for_layer_load(self.expected.pop(layer).name)
             yield list(own)
 
     def written(self, told: Mapping[int, Any]) -> None:
