@@ -82,6 +82,10 @@ def compile(  # noqa: A001 (the command's name)
     pages: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
     ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Slots of KDA states; an engine wants N pages. Default: one for each row."),
+    ] = None,
     patches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
     ] = None,
@@ -183,6 +187,7 @@ def compile(  # noqa: A001 (the command's name)
             max_len=max_len,
             page=page,
             pages=pages,
+            slots=slots,
             patches=patches,
             weights=weights,
             weights_format=weights_format or "bf16",
