@@ -264,10 +264,9 @@ class Request:
         slots = least if self.slots is None else self.slots
         if slots < least or slots % shards or slots >= 2**31:
             nearest = min(max(least, slots - slots % shards), (2**31 - 1) // shards * shards)
-            whose = "" if shards == 1 else f", on each of {shards} shards as many"
-            raise CompileError(
-                f"--slots {slots}: one for each row, and slot 0 is nobody's{whose}; at least {least}, nearest {nearest}."
-            )
+            whose = "" if shards == 1 else f", as many on each of {shards} shards"
+            why = f"each row has one, and slot 0 is nobody's{whose}"
+            raise CompileError(f"--slots {slots}: {why}; at least {least}, nearest {nearest}.")
         return slots
 
     @property

@@ -1,0 +1,183 @@
+# pyright: reportMissingImports=false
+"""What vLLM sees of a bundle: one cache for the rows of all attention layers, one for the memories of all KDA layers.
+
+A graph takes one table of pages and one slot a row for all layers. The engine has tables for each group of layers that
+have one kind of cache, and as many groups as it likes; with one cache of each kind there are two, whatever the model.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
+from kimi_graph.parallel import Mesh
+
+from . import compat
+from .bundles import Choice, Graphs, Runner, Settings, calls_of, inputs_of, row_parts, runner_for
+from .caches import KDA_STATES, KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
+from .rows import reads_new_pages, rows_of
+
+
+def settings_of(vllm_config: VllmConfig) -> Settings:
+    """What the engine was told."""
+    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
+    pictures = model.multimodal_config
+    return Settings(
+        page=cache.block_size,
+        pages=cache.num_gpu_blocks_override,
+        length=model.max_model_len,
+        sequences=vllm_config.scheduler_config.max_num_seqs,
+        tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        dtype=model.dtype,
+        mesh=Mesh(pipe=parallel.pipeline_parallel_size, tensor=parallel.tensor_parallel_size),
+        pictures=0 if pictures is None else pictures.get_limit_per_prompt("image"),
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _opened(choice: Choice, folder: str) -> Graphs:
+    return Graphs.open(choice, Path(folder))
+
+
+def graphs_of(vllm_config: VllmConfig) -> Graphs | None:
+    """The bundle that the engine was told to call, held against its settings; None: there is none.
+
+    Raises:
+        KimiGraphError: it cannot be called, or not by this engine.
+    """
+    choice = Choice.of(vllm_config.additional_config)
+    if choice is None:
+        return None
+    graphs = _opened(choice, vllm_config.model_config.model)
+    settings_of(vllm_config).check(graphs)
+    return graphs
+
+
+def all_shapes(config: ModelConfig) -> Shapes:
+    """Shapes of one sequence's state of all KDA layers: a dimension of layers, then those of one."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig)]
+    return tuple((len(mixers), *shape) for shape in kda_shapes(mixers[0], 1))
+
+
+class AllMemories(KdaCache):
+    """The engine's recurrent-state cache, of all KDA layers."""
+
+    def __init__(self, vllm_config: VllmConfig, config: ModelConfig, layers: tuple[int, ...]) -> None:
+        mixer = config.layers[layers[0]].mixer
+        assert isinstance(mixer, KdaConfig)
+        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, 1)
+        self.shapes, self.layers = all_shapes(config), layers
+
+    def states(self) -> dict[str, Tensor]:
+        """`[blocks, ..]` of each layer, by the bundle's names."""
+        named = list(zip(KDA_STATES, self.kv_cache, strict=True))
+        return {f"s.layers.{i}.kda.{leaf}": x[:, at] for at, i in enumerate(self.layers) for leaf, x in named}
+
+
+class AllRows(MlaCache):
+    """The engine's paged cache, of all attention layers."""
+
+    def __init__(self, vllm_config: VllmConfig, config: ModelConfig, layers: tuple[int, ...], row: int) -> None:
+        mixer = config.layers[layers[0]].mixer
+        assert isinstance(mixer, MlaConfig)
+        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, row)
+        mixers = {i: config.layers[i].mixer for i in layers}
+        self.widths = {
+            f"s.layers.{i}.mla.{leaf}": width
+            for i, m in mixers.items()
+            if isinstance(m, MlaConfig)
+            for leaf, width in row_parts(m).items()
+        }
+
+    def get_attn_backend(self) -> type[PagesBackend]:
+        return _backend(self.row)
+
+    def states(self) -> dict[str, Tensor]:
+        """`[blocks, page, width]` of each layer, by the bundle's names."""
+        parts = compat.pages_of(self.kv_cache).split(list(self.widths.values()), -1)
+        return dict(zip(self.widths, parts, strict=True))
+
+
+@functools.cache
+def _backend(row: int) -> type[PagesBackend]:
+    """A backend whose rows have as many numbers: the engine makes pages as large as the memories by it."""
+
+    class AllPagesBackend(PagesBackend):
+        @classmethod
+        def customize_spec(cls, spec: Any) -> Any:
+            if isinstance(spec, MLAAttentionSpec):  # the cache's own
+                return spec
+            return dataclasses.replace(spec, head_size=row // 2, head_size_v=row // 2)  # keys, values of one head
+
+    return AllPagesBackend
+
+
+class BundleSide:
+    """A bundle in one process of the engine: its caches, its graphs, and logits of the step that ran last."""
+
+    def __init__(self, vllm_config: VllmConfig, graphs: Graphs) -> None:
+        self.graphs, config = graphs, graphs.config
+        self.device = torch.device(vllm_config.device_config.device)
+        kinds: dict[type, list[int]] = {KdaConfig: [], MlaConfig: []}
+        for i, layer in enumerate(config.layers):
+            kinds[type(layer.mixer)].append(i)
+        kda, mla = (tuple(x) for x in kinds.values())
+        self.rows = AllRows(vllm_config, config, mla, graphs.row)
+        self.memories = AllMemories(vllm_config, config, kda) if kda else None
+        self.runner: Runner | None = None
+        self.logits = torch.zeros(1, config.vocab)
+
+    def load(self, folder: Path) -> None:
+        """Bind weights, made of the checkpoint by the bundle's plan."""
+        self.runner = runner_for(self.graphs, folder, self.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """A step: `[N, 1]`, of each token the row of its logits, which `logits_of` looks up.
+
+        A graph gives logits of the last token of each row alone; of the others there is row 0, which is not a number.
+        """
+        found = torch.zeros(len(tokens), 1)
+        metadata = compat.step_metadata()
+        if metadata is None:  # a run that only measures memory
+            self.logits = torch.zeros(1, self.graphs.config.vocab)
+            return found
+        made = self._step(metadata, tokens)
+        at = torch.tensor(list(made), dtype=torch.int64)
+        found[at, 0] = torch.arange(1, len(made) + 1, dtype=found.dtype)
+        rows = torch.stack(list(made.values()))
+        self.logits = torch.cat([torch.full_like(rows[:1], torch.nan), rows])
+        return found.to(tokens.device)
+
+    def logits_of(self, found: Tensor) -> Tensor:
+        """`[n, V]`."""
+        return self.logits[found[:, 0].long().cpu()].to(found.device)
+
+    def _step(self, metadata: Mapping[str, Any], tokens: Tensor) -> dict[int, Tensor]:
+        """Logits `[V]` by the place of their token in the step."""
+        assert self.runner is not None, "the engine loads weights before it steps"
+        told: Pages = metadata[self.rows.name]
+        slots = torch.zeros(len(told.lengths), dtype=torch.int32)
+        if self.memories is not None:
+            slots = metadata[self.memories.name].state_indices_tensor
+        states = self._states()
+        made: dict[int, Tensor] = {}
+        counts = torch.tensor(told.starts).diff()
+        before, page = torch.tensor(told.lengths) - counts, self.graphs.contract["page_tokens"]
+        shared = reads_new_pages(told.block_table, before, counts, page)
+        for rows in rows_of(told.starts, told.lengths, shared=shared):
+            for call in calls_of(rows, self.graphs.gears, shared=shared):
+                given = inputs_of(call, self.graphs, tokens, told.block_table, slots)
+                logits = self.runner.call(call.gear.phase, given, states)
+                last = call.at.gather(1, call.counts[:, None] - 1)[:, 0]
+                made |= dict(zip(last.tolist(), logits, strict=False))
+        return made
+
+    def _states(self) -> dict[str, Tensor]:
+        return self.rows.states() | ({} if self.memories is None else self.memories.states())
