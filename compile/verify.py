@@ -454,9 +454,7 @@ class BoundGraphs:
         graphs: by phase. inputs: of each, those that stay: weights and what no checkpoint holds.
     """
 
-    def __init__(
-        self, bundle: Bundle, params: Any, mode: str, packed: Packed | None = None
-    ) -> None:
+    def __init__(self, bundle: Bundle, params: Any, mode: str, packed: Packed | None = None) -> None:
         self.mode = mode
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}

@@ -90,9 +90,7 @@ class Executor:
                 no semantics, a collective.
         """
         try:
-            meeting = next(
-                self.steps(inputs, states, mode, selections=selections, observe=observe, in_place=in_place)
-            )
+            meeting = next(self.steps(inputs, states, mode, selections=selections, observe=observe, in_place=in_place))
         except StopIteration as done:
             return done.value
         raise BundleError(f"{meeting}: one rank alone cannot run a collective; run all ranks in lockstep.")

@@ -84,7 +84,9 @@ def compile(  # noqa: A001 (the command's name)
     ] = None,
     slots: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Slots of KDA states; an engine wants N pages. Default: one for each row."),
+        typer.Option(
+            metavar="N", min=1, help="Slots of KDA states; an engine wants N pages. Default: one for each row."
+        ),
     ] = None,
     patches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")

@@ -15,49 +15,14 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
-from kimi_graph.parallel import Mesh
 
 from . import compat
-from .bundles import Choice, Graphs, Runner, Settings, calls_of, inputs_of, row_parts, runner_for
+from .bundles import Graphs, Runner, calls_of, inputs_of, row_parts, runner_for
 from .caches import KDA_STATES, KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
 from .rows import reads_new_pages, rows_of
-
-
-def settings_of(vllm_config: VllmConfig) -> Settings:
-    """What the engine was told."""
-    cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    pictures = model.multimodal_config
-    return Settings(
-        page=cache.block_size,
-        pages=cache.num_gpu_blocks_override,
-        length=model.max_model_len,
-        sequences=vllm_config.scheduler_config.max_num_seqs,
-        tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        dtype=model.dtype,
-        mesh=Mesh(pipe=parallel.pipeline_parallel_size, tensor=parallel.tensor_parallel_size),
-        pictures=0 if pictures is None else pictures.get_limit_per_prompt("image"),
-    )
-
-
-@functools.lru_cache(maxsize=2)
-def _opened(choice: Choice, folder: str) -> Graphs:
-    return Graphs.open(choice, Path(folder))
-
-
-def graphs_of(vllm_config: VllmConfig) -> Graphs | None:
-    """The bundle that the engine was told to call, held against its settings; None: there is none.
-
-    Raises:
-        KimiGraphError: it cannot be called, or not by this engine.
-    """
-    choice = Choice.of(vllm_config.additional_config)
-    if choice is None:
-        return None
-    graphs = _opened(choice, vllm_config.model_config.model)
-    settings_of(vllm_config).check(graphs)
-    return graphs
 
 
 def all_shapes(config: ModelConfig) -> Shapes:
@@ -181,3 +146,24 @@ class BundleSide:
 
     def _states(self) -> dict[str, Tensor]:
         return self.rows.states() | ({} if self.memories is None else self.memories.states())
+
+
+class LastTokenAlone(LogitsProcessor):
+    """Refuses requests that ask for logits which graphs do not give; changes none."""
+
+    def __init__(self, vllm_config: VllmConfig, device: Any, is_pin_memory: bool) -> None:
+        pass
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        if sampling_params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: graphs of a bundle give logits of the last token alone; leave it out.")
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def update_state(self, batch_update: Any) -> None:
+        pass

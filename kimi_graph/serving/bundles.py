@@ -8,6 +8,7 @@ Axes: N tokens of a step, R requests, B rows of a graph, T its tokens a row, P p
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,15 @@ class Graphs:
             dtype=ENGINES_DTYPE[self.mode] or self.config.dtype,
             mesh=Mesh() if text is None else Mesh.parse(text["text"]),
         )
+
+    @property
+    def flags(self) -> list[str]:
+        """What vLLM is told, but for the length."""
+        s, told = self.settings, json.dumps(Choice(bundle=self.bundle.folder, mode=self.mode).told)
+        words = ["--additional-config", told, "--dtype", _words(s.dtype), "--block-size", str(s.page)]
+        words += ["--num-gpu-blocks-override", str(s.pages), "--max-num-seqs", str(s.sequences)]
+        words += ["--max-num-batched-tokens", str(s.tokens)]
+        return words + (["--limit-mm-per-prompt", '{"image": 0}'] if self.config.vision is not None else [])
 
     def check(self) -> None:
         """Whether an engine can call it at all.
@@ -380,8 +390,8 @@ def runner_for(graphs: Graphs, folder: Path, device: torch.device) -> Runner:
     """
     if device.type != "cpu":
         raise BundleError(
-            f"{graphs.bundle.folder}: nothing here calls a bundle on {device.type} in an engine: GE takes a state as one "
-            "tensor without gaps, and a page of the engine holds several; leave the bundle out to serve the checkpoint."
+            f"{graphs.bundle.folder}: nothing here calls a bundle on {device.type} in an engine: GE takes a state as "
+            "one tensor without gaps, a page of the engine holds several; leave it out, and the checkpoint is served."
         )
     return CpuRunner(graphs, folder)
 

@@ -29,7 +29,8 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
 from . import compat
-from .bundle_caches import BundleSide, all_shapes, graphs_of
+from .bundle_caches import BundleSide, all_shapes
+from .bundle_settings import graphs_of
 from .caches import KDA_STATES, KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
 from .ranks import Place

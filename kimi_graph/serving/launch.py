@@ -16,10 +16,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
+
+if TYPE_CHECKING:
+    from .bundles import Graphs  # which brings torch and what executes graphs
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
@@ -32,6 +36,22 @@ MOST_WAIT_S = 1800  # until it is healthy
 GRACE_S = 10  # from asking the server to end to ending it
 
 
+def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
+    """The checkpoint folder that MODEL is, or that it is a bundle of, and the bundle's graphs.
+
+    Raises:
+        KimiGraphError: --checkpoint without a bundle; a bundle that no engine calls, or without its checkpoint.
+    """
+    if not (model / "manifest.json").is_file():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint {checkpoint}: goes with a bundle, and {model} is none; leave it out.")
+        return model, None
+    from .bundles import Choice, graphs_for
+
+    graphs, folder = graphs_for(Choice(bundle=model.resolve()), checkpoint)
+    return folder, graphs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A server that can be started.
@@ -39,6 +59,7 @@ class Launch:
     Attributes:
         folder: checkpoint. name: of the model in requests. host, port: where it listens.
         max_len: longest sequence in tokens; None: the model's own. mesh: of the engine's ranks.
+        graphs: of a bundle that the engine is to call; its checkpoint is the folder.
     """
 
     folder: Path
@@ -47,6 +68,7 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -54,9 +76,10 @@ class Launch:
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
         config = load_config(self.folder)
-        if self.max_len is not None and not 1 <= self.max_len <= config.max_len:
-            nearest = 1 if self.max_len < 1 else config.max_len
-            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {nearest:,}.")
+        longest = config.max_len if self.graphs is None else self.graphs.settings.length
+        if self.max_len is not None and not 1 <= self.max_len <= longest:
+            nearest = 1 if self.max_len < 1 else longest
+            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
         if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
@@ -71,6 +94,9 @@ class Launch:
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        elif self.graphs is not None:
+            words += ["--max-model-len", str(self.graphs.settings.length)]
+        words += [] if self.graphs is None else self.graphs.flags
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
