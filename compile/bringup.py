@@ -144,8 +144,10 @@ def bring_up(
     """Try a bundle on a machine step by step, and stop at the first tensor that differs.
 
     Args:
-        device: None: a CPU in place of it. checkpoint: weights; None: those the bundle was compiled from.
-        out: report and journal; None: neither is written. restart: try again what passed before.
+        device: None: a CPU in place of it.
+        checkpoint: weights; None: those the bundle was compiled from.
+        out: report and journal; None: neither is written.
+        restart: try again what passed before.
         known: what the CPU makes of the bundle, where several devices are tried with it.
 
     Raises:

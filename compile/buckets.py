@@ -35,8 +35,10 @@ class Room:
 
     Attributes:
         length: tokens of the longest sequence, and `length_why` what sets it.
-        page: tokens of a page. pages: of one shard and pool that sequences may have. pools: that share a sequence's
-            pages. shards: into which rows fall.
+        page: tokens of a page.
+        pages: of one shard and pool that sequences may have.
+        pools: that share a sequence's pages.
+        shards: into which rows fall.
     """
 
     length: int
@@ -139,8 +141,8 @@ def buckets_of(folder: Path, batch: int | None = None, length: int | None = None
     """The gears of a bundle.
 
     Args:
-        batch: sequences at once, None: one. length: tokens of each, prompt and new ones; None: one. Nothing is asked
-            for where both are None.
+        batch: sequences at once, None: one.
+        length: tokens of each, prompt and new ones; None: one. Nothing is asked for where both are None.
 
     Raises:
         BundleError: no bundle there, or a damaged one.

@@ -17,13 +17,13 @@ Paths inside are relative, but for local.json.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
-from kimi_graph.files import new_folder
+from kimi_graph.files import fetch_ahead, memory_bytes, new_folder
 
 from .schema import check
 
@@ -34,9 +34,23 @@ GOLDEN, WRITTEN = "golden", "weights"  # folders
 OWN = frozenset({MANIFEST, WEIGHTS, GRAPHS, CONSTANTS, SOURCES, LOCAL, KERNELS, GOLDEN})
 
 
+def fetch_checkpoint(folder: Path, given: Path | None) -> None:
+    """Start to bring a checkpoint from the disk for a bundle whose weights are to be written, while the program starts:
+    as much as an eighth of the memory holds. Whether it is one, and which, is judged later; here nothing is an error.
+    """
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        if not (folder / WRITTEN).exists():  # else little or nothing is left to read
+            source = given or Path(json.loads((folder / LOCAL).read_text())["checkpoint"])
+            fetch_ahead(sorted(source.glob("*.safetensors")), memory_bytes() // 8)
+
+
 @contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """What is read inside is what compile wrote, or BundleError: a file that someone changed may hold anything."""
+    """What is read inside is what compile wrote: a file that someone changed may hold anything.
+
+    Raises:
+        BundleError: it is not.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -73,7 +87,11 @@ class Bundle:
         return found
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
-        """The bytes of a graph's file, checked against the manifest's hash."""
+        """The bytes of a graph's file, checked against the manifest's hash.
+
+        Raises:
+            BundleError: it is missing, changed, or outside the bundle.
+        """
         path = inside(self.folder, entry["file"])
         try:
             data = path.read_bytes()
@@ -83,7 +101,11 @@ class Bundle:
         return data
 
     def check_constants(self) -> None:
-        """Raises BundleError where the file of constants, if the bundle has one, is not what the manifest says."""
+        """Whether the file of constants, if the bundle has one, is what the manifest says.
+
+        Raises:
+            BundleError: it is not.
+        """
         entry = self.manifest["weights"].get("constants")
         if entry is not None:
             path = inside(self.folder, entry["file"])

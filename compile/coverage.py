@@ -48,10 +48,14 @@ class Served:
     """What one kind of layer needs, and what serves it.
 
     Attributes:
-        phase, part: `decode`, `kda`. layers: how often a step has the part.
-        kind: what is computed, in words. types: GE operator types, with how often a layer has each.
-        provider, reason: who serves it and why that one. evidence: how it is known to work on a device.
-        held: limits that hold, with the numbers. broken: what does not.
+        phase, part: `decode`, `kda`.
+        layers: how often a step has the part.
+        kind: what is computed, in words.
+        types: GE operator types, with how often a layer has each.
+        provider, reason: who serves it and why that one.
+        evidence: how it is known to work on a device.
+        held: limits that hold, with the numbers.
+        broken: what does not.
         instead: of a chain over parts: types that parts list and the whole graph has not, and how many of each.
     """
 
@@ -69,6 +73,7 @@ class Served:
 
     @property
     def operators(self) -> str:
+        """GE operator types, and how often a layer has each."""
         return ", ".join(name if n == 1 else f"{name} x {n}" for name, n in self.types)
 
     @property
@@ -105,8 +110,10 @@ class Coverage:
     """Operators of a model on a target.
 
     Attributes:
-        served: by phase and part. unserved: parts that cannot be converted.
-        packages: that have to be installed. conflict: why they cannot all be, "" where they can.
+        served: by phase and part.
+        unserved: parts that cannot be converted.
+        packages: that have to be installed.
+        conflict: why they cannot all be, "" where they can.
     """
 
     request: Request

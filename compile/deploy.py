@@ -202,10 +202,12 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
 
     Args:
         hosts: see `hosts`; None: one device of this machine, for a bundle of one rank.
-        out: where to; None: beside the bundle, its name with `.deploy`. cann: of the hosts; None: the bundle's own.
+        out: where to; None: beside the bundle, its name with `.deploy`.
+        cann: of the hosts; None: the bundle's own.
 
     Raises:
-        DeployError: hosts that it cannot run on; nothing is written. BundleError: a damaged bundle.
+        DeployError: hosts that it cannot run on; nothing is written.
+        BundleError: a damaged bundle.
     """
     bundle = open_bundle(folder)
     out = folder.with_name(f"{folder.resolve().name}.deploy") if out is None else out

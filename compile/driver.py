@@ -74,14 +74,19 @@ class Request:
     """What to compile.
 
     Attributes:
-        phases: "prefill", "decode" or both. rows: sequences of a step. chunk: tokens of a prefill step.
-        max_len: longest sequence, tokens. page: tokens of a cache page. pages: of the pool, None: as many as needed.
+        phases: "prefill", "decode" or both.
+        rows: sequences of a step.
+        chunk: tokens of a prefill step.
+        max_len: longest sequence, tokens.
+        page: tokens of a cache page.
+        pages: of the pool, None: as many as needed.
         slots: of KDA states, nobody's included; None: one for each row.
         patches: of a picture, at most; None: 4,096 (models with vision alone).
         kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
-        target: what it is lowered for. constants: weights inside the graphs, as FileConstant nodes.
-        weights_format: of the routed experts, see `weight_formats`; stored: formats of parameters that are stored
-            quantised, by path.
+        target: what it is lowered for.
+        constants: weights inside the graphs, as FileConstant nodes.
+        weights_format: of the routed experts, see `weight_formats`.
+        stored: formats of parameters that are stored quantised, by path.
         mesh: of ranks that run it together; all numbers are those of all ranks. None: one rank.
         exchange, split_cache, pad: of a mesh, see `meshes.Layout`.
     """
@@ -149,6 +154,9 @@ class Request:
 
         Args:
             rules: of a mesh: of one rank's experts, which are whole.
+
+        Raises:
+            CompileError: a mesh splits experts that are kept packed.
         """
         if self.form == "plain" or part_of(parameter) != "experts":
             return {}
@@ -169,8 +177,10 @@ class Request:
         )
 
     def check(self) -> None:
-        """Raises:
-        CompileError: what cannot be had.
+        """Refuse what cannot be had, before anything is made.
+
+        Raises:
+            CompileError: choices that exclude each other, or that this model, mesh or format does not have.
         """
         self._check_choices()
         self.buckets()
@@ -317,6 +327,7 @@ class Clock:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
+        """Inside, time counts as that of the step `name`, of which `notify` is told."""
         self.notify(name)
         start = perf_counter()
         try:
@@ -588,7 +599,8 @@ def compile_model(
         weights_format: of the routed experts, of `weight_formats.NAMES`.
         mesh: of ranks that run it together: `batch` and the other numbers are those of all of them (`batch` by default
             one row for each of `data`).
-        exchange, split_cache, pad: of a mesh, see `meshes.Layout`. redundant_experts, moe_chunks: see `MoeConfig`.
+        exchange, split_cache, pad: of a mesh, see `meshes.Layout`.
+        redundant_experts, moe_chunks: see `MoeConfig`.
         cache_dir: where torchair is, and `keep`: take from there what an earlier compile made, and keep what this one
             makes, see `kept`.
         must_fit: of a mesh: refuse what its ranks have no room for. Without one a bundle is of one rank whatever a die
@@ -660,7 +672,8 @@ def compile_bundle(
     """Compile every bucket and write the bundle; `out` None builds and checks everything but writes nothing.
 
     Args:
-        kept: of earlier compiles. must_fit: refuse a mesh whose ranks do not.
+        kept: of earlier compiles.
+        must_fit: refuse a mesh whose ranks do not.
 
     Returns:
         The manifest.

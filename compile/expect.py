@@ -66,7 +66,8 @@ def check_checkpoint_model(bundle: Bundle, folder: Path) -> None:
     """Whether the config beside a checkpoint's weights, if there is one, is of the bundle's model.
 
     Raises:
-        BundleError: it is not. ConfigError: it cannot be read.
+        BundleError: it is not.
+        ConfigError: it cannot be read.
     """
     config = folder / "config.json"
     if config.is_file():
@@ -90,7 +91,8 @@ class Expected:
         """Hold a bundle against it; returns what was compared, in words.
 
         Raises:
-            BundleError: the first field that differs. ConfigError, ShardingError: something that cannot be expected.
+            BundleError: the first field that differs.
+            ConfigError, ShardingError: something that cannot be expected.
         """
         manifest = bundle.manifest
         if self.model is not None:

@@ -56,7 +56,8 @@ def write_golden(folder: Path, checkpoint: Path | None, count: int) -> int:
     """Record cases of a bundle and write them into it.
 
     Args:
-        checkpoint: weights; None: that which it was compiled from. count: cases of an operator type, at most.
+        checkpoint: weights; None: that which it was compiled from.
+        count: cases of an operator type, at most.
 
     Returns:
         How many there are.

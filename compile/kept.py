@@ -87,6 +87,7 @@ class Kept:
         return files
 
     def keep_bundle(self, request: "Request", files: Mapping[str, bytes]) -> None:
+        """Keep all files of a bundle for the next request that is the same."""
         self.store.put("bundle", self._bundle_fields(request), files)
 
     def _bundle_fields(self, r: "Request") -> Fields:
@@ -124,6 +125,7 @@ class Kept:
         return None if files is None else unpack_pieces(files)
 
     def keep_pieces(self, request: "Request", b: Bucket, rules: Rules | None, pieces: Mapping[str, Piece]) -> None:
+        """Keep the pieces of one phase for requests that differ in other things."""
         self.store.put(f"pieces of {b.phase}", self._piece_fields(request, b, rules), pack_pieces(pieces))
 
     def _piece_fields(self, r: "Request", b: Bucket, rules: Rules | None) -> Fields:

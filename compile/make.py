@@ -34,7 +34,9 @@ def make_bundle(
     Args:
         model: a preset's name, a config.json, a checkpoint folder (which `OpenBundle.verify` then finds), or a config.
         out: the bundle's folder; an older bundle there is replaced.
-        on: the target, such as "a3" or "950dt". cann: the release that reads the graphs. providers: whose operators.
+        on: the target, such as "a3" or "950dt".
+        cann: the release that reads the graphs.
+        providers: whose operators.
         mesh: of ranks that run it together, or its text, `pp=2,tp=2`; None: one rank.
         environ: where KIMI_GRAPH_CACHE and KIMI_GRAPH_TORCH_NPU_WHEEL are looked up, as on the command line.
         options: `batch`, `chunk`, `max_len`, `page`, `pages`, `phases`, `weights_format` and all others of

@@ -24,7 +24,8 @@ class Layout:
     Attributes:
         config: of the model as graphs have it, see `config.arranged`.
         mesh: numbers of rows, slots and pages beside it are those of all its ranks.
-        exchange, split_cache: see `presets.preset`. pad: the vocabulary and experts are padded where they must be.
+        exchange, split_cache: see `presets.preset`.
+        pad: the vocabulary and experts are padded where they must be.
     """
 
     config: ModelConfig

@@ -33,8 +33,11 @@ class Bucket:
 
     Attributes:
         phase: "vision", "prefill" or "decode".
-        rows: sequences. tokens: new tokens a row; patches of a picture. page: tokens of a page.
-        pages: of the pool, null page included. sequence_pages: pages of one sequence.
+        rows: sequences.
+        tokens: new tokens a row; patches of a picture.
+        page: tokens of a page.
+        pages: of the pool, null page included.
+        sequence_pages: pages of one sequence.
         slots: KDA slots, null slot included.
         images: rows of image embeddings that vision gives and prefill takes (models with vision).
     """
@@ -50,10 +53,12 @@ class Bucket:
 
     @property
     def step(self) -> bool:
+        """Whether each row has one token."""
         return self.phase == "decode"
 
     @property
     def name(self) -> str:
+        """As its graph is called: the phase, its rows and its tokens a row."""
         if self.phase == "vision":
             return f"vision_n{self.tokens}"
         return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")
@@ -63,7 +68,8 @@ def pools(rules: Rules, rows: int, sequence_pages: int) -> tuple[int, int]:
     """Slots and pages of all ranks; every rank's pools have one more than its rows need, which is nobody's.
 
     Args:
-        rows: of all ranks. sequence_pages: of one sequence, on all ranks that share it.
+        rows: of all ranks.
+        sequence_pages: of one sequence, on all ranks that share it.
     """
     own = rows // rules.ways("batch")
     pages = own * sequence_pages // rules.ways("cached") + 1
@@ -98,7 +104,11 @@ def meta_states(c: ModelConfig, b: Bucket) -> tuple[Any, ...]:
 
 
 def uses(c: ModelConfig, b: Bucket) -> tuple[Use, ...]:
-    """The parts of the whole graph, in order."""
+    """The parts of the whole graph, in order.
+
+    Raises:
+        CompileError: the vision phase of a model without vision.
+    """
     if b.phase == "vision":
         return vision_schedule(_vision(c))
     sparse = decoder.is_sparse(c, b.sequence_pages * b.page)
@@ -127,13 +137,20 @@ def piece_tracer(c: ModelConfig, b: Bucket) -> Callable[[Use], Captured]:
 
     Input names: `in0`, `in1` ... for the values it reads, `batch.*` or `tables.*`, `p.*`, `s.*`; outputs `out.0` ...
     and `s.*`.
+
+    Raises:
+        CompileError: the vision phase of a model without vision.
     """
     piece = _piece_at(c, b)
     return lambda use: capture(*piece(use))
 
 
 def sharded_piece_tracer(c: ModelConfig, b: Bucket, rules: Rules) -> Callable[[Use], ShardedCapture]:
-    """`piece_tracer` on a mesh: the same names, local shapes, one graph for all ranks. `b` has the global sizes."""
+    """`piece_tracer` on a mesh: the same names, local shapes, one graph for all ranks. `b` has the global sizes.
+
+    Raises:
+        CompileError: the vision phase of a model without vision.
+    """
     piece, axes = _piece_at(c, b), _piece_axes(c, b)
     return lambda use: capture_on(rules, *piece(use), *axes(use))
 
@@ -284,8 +301,9 @@ class StageParts:
     """What one pipeline stage runs in a bucket.
 
     Attributes:
-        parts: of the schedule, in order. gives: values, in the order of its outputs: what it writes that later stages
-            read, or the results of the last one.
+        parts: of the schedule, in order.
+        gives: values, in the order of its outputs: what it writes that later stages read, or the results of the last
+            one.
     """
 
     stage: Stage

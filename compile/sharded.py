@@ -42,6 +42,7 @@ class ShardedCapture:
 
     @property
     def collectives(self) -> list[Issued]:
+        """Collectives of the graph in order, by mesh axes."""
         return issued(self.captured.module.graph)
 
 

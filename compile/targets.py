@@ -33,12 +33,14 @@ class Target:
     """Hardware and CANN release of a bundle.
 
     Attributes:
-        name: as on the command line. product: what Huawei calls it.
+        name: as on the command line.
+        product: what Huawei calls it.
         soc: family an operator's kernels are built for, "a2", "a3" or "950"; `op_soc` is its name in CANN's builds.
         soc_version: for `atc --soc_version`, and `soc_versions` the other legal ones.
         memory_bytes: of one die, and `memory_source` where the number is from.
         cann: release the graph must compile with.
-        die: what it can do. links: its network, innermost level first.
+        die: what it can do.
+        links: its network, innermost level first.
         providers: of `PROVIDERS`, whose operators it has: where several can serve, the first of these does.
         avoid: types that no lowering may choose; "Type=provider" says who is asked first where one could have been.
     """
@@ -234,9 +236,11 @@ def target(
     """The profile of a target.
 
     Args:
-        name: one of `TARGETS`. cann: one of `CANN_VERSIONS`.
+        name: one of `TARGETS`.
+        cann: one of `CANN_VERSIONS`.
         soc_version: a variant of the chip; by default the usual one.
-        providers: some of `PROVIDERS`, in the order they are to be asked. avoid: see `Target`.
+        providers: some of `PROVIDERS`, in the order they are to be asked.
+        avoid: see `Target`.
     Raises:
         CompileError: a name, release, variant or provider that is not known, with the nearest one; a list of providers
             that cannot be.

@@ -119,6 +119,7 @@ class Late:
 
     @functools.cached_property
     def root(self) -> Path:
+        """Folder of torchair."""
         if _loaded is not None or "torch_npu" in sys.modules:
             return self.load().root
         return find(self.wheel, Path(self.cache or default_cache())).root

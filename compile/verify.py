@@ -195,11 +195,11 @@ class Packed:
     specs: dict[str, ParamSpec]
 
     def make(self, steps: tuple[recipe.Step, ...], path: str) -> Tensor:
-        """A packed weight, to the byte."""
+        """A packed weight, to the byte: `[..]` as its last step gives it."""
         return recipe.make(steps, self.specs[path], self.checkpoint, torch.float64)
 
     def values(self, form: str, path: str) -> Tensor:
-        """What a parameter is once it was packed, float64."""
+        """What a parameter is once it was packed: `[..]` as the model has it, float64."""
         spec = self.specs[path]
         return formats.unpack(form, load_packed(spec, self.checkpoint, form), torch.float64).view(spec.shape)
 
@@ -451,7 +451,8 @@ class BoundGraphs:
     """The graphs of a bundle of one rank in the executor, with their weights. States are the caller's.
 
     Attributes:
-        graphs: by phase. inputs: of each, those that stay: weights and what no checkpoint holds.
+        graphs: by phase.
+        inputs: of each, those that stay: weights and what no checkpoint holds.
     """
 
     def __init__(self, bundle: Bundle, params: Any, mode: str, packed: Packed | None = None) -> None:
@@ -473,8 +474,12 @@ class BoundGraphs:
         """A step.
 
         Args:
-            given: inputs besides those that stay; ones that the graph has not are left out. states: all there are.
+            given: inputs besides those that stay; ones that the graph has not are left out.
+            states: all there are.
             options: those of `Executor.run`.
+
+        Raises:
+            BundleError: the graph reads what nobody gives; see `Executor.run`.
         """
         executor = self.graphs[phase]
         given = self.inputs[phase] | dict(given)
@@ -809,7 +814,8 @@ def verify_bundle(
     """Execute a bundle and compare it with its model.
 
     Args:
-        checkpoint: weights; None: those it was compiled from. steps: decode steps after the prefill.
+        checkpoint: weights; None: those it was compiled from.
+        steps: decode steps after the prefill.
         bisect: where something differs, name the first node.
         processes: of a mesh, run every rank in a process of its own.
         kernels: in native runs, run our operators that have a kernel by it, on the CPU twin; the folder for what is

@@ -77,9 +77,12 @@ class Choice:
     """A row of the table.
 
     Attributes:
-        name: of `NAMES`. soc: "a2", "a3" or "950". bytes: of all weights. exact: what becomes of the experts' values.
-        taken: whether a kernel takes it, and `kernel` which, or why there is none. made: whether compile makes graphs
-            for it.
+        name: of `NAMES`.
+        soc: "a2", "a3" or "950".
+        bytes: of all weights.
+        exact: what becomes of the experts' values.
+        taken: whether a kernel takes it, and `kernel` which, or why there is none.
+        made: whether compile makes graphs for it.
     """
 
     name: str
@@ -186,7 +189,9 @@ class Packed:
     """An input of a graph that holds a weight, or its scales.
 
     Attributes:
-        steps: its recipe. dtype, shape: as the graph reads it. tiled: in tiles (FRACTAL_NZ), see `recipe.tile`.
+        steps: its recipe.
+        dtype, shape: as the graph reads it.
+        tiled: in tiles (FRACTAL_NZ), see `recipe.tile`.
     """
 
     steps: tuple[Step, ...]

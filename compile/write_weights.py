@@ -99,8 +99,11 @@ def write_weights(
     """Write the weights of a bundle's ranks; what is there already stays.
 
     Args:
-        checkpoint: a folder; None: that which the bundle was compiled from. ranks: all by default.
-        jobs: parts that are made at a time. verify: read all of it again in the end. dry: say what it takes, no more.
+        checkpoint: a folder; None: that which the bundle was compiled from.
+        ranks: all by default.
+        jobs: parts that are made at a time.
+        verify: read all of it again in the end.
+        dry: say what it takes, no more.
         loads: counted tokens of experts, by which copies of some are chosen; None: as in weights that are there, else
             of the first experts. Weights with other copies are written anew.
 

@@ -30,7 +30,8 @@ class Tally:
 
     Attributes:
         schemes: number of the model's tensors by format or dtype ("mxfp4", "BF16"; "?" where only the name is known).
-        tensors: number of the checkpoint's. bytes: of those; computed from the model where only names are known.
+        tensors: number of the checkpoint's.
+        bytes: of those; computed from the model where only names are known.
     """
 
     schemes: Mapping[str, int]
@@ -44,7 +45,8 @@ class Audit:
 
     Attributes:
         draft: tensors of draft layers, which are not read.
-        tallies: by parameter. disagreements: where the file is not what its config says; it is read as it is.
+        tallies: by parameter.
+        disagreements: where the file is not what its config says; it is read as it is.
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
+        """Whether names, shapes and dtypes are the model's."""
         return not (self.missing or self.unexpected or self.shapes or self.dtypes)
 
     def __str__(self) -> str:
@@ -83,8 +86,10 @@ class Audit:
         return {path: next(iter(schemes)) for path, schemes in packed.items()}
 
     def check(self) -> None:
-        """Raises:
-        CheckpointError: the checkpoint differs.
+        """Refuse a checkpoint that differs.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes are not the model's; the message counts all differences.
         """
         if not self.ok:
             raise CheckpointError(str(self))
@@ -102,7 +107,8 @@ def audit_names(
     """Compare names and headers with a tree of specs: both must have the same tensors, of the same shapes and dtypes.
 
     Args:
-        tensors: by name; None where no header says more. dtype: the model's, of parameters that do not fix their own.
+        tensors: by name; None where no header says more.
+        dtype: the model's, of parameters that do not fix their own.
         config: tells draft layers; and what it says of quantised weights is held against the file, or rather what
             `described` says, the content of msModelSlim's `quant_model_description.json`, where there is one.
     """

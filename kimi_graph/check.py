@@ -38,7 +38,8 @@ class Report:
 
     Attributes:
         files: how many files there are headers of, and how many the index names; headers of none: only names were seen.
-        faults: what keeps the files from being read at all. notes: what else is worth knowing.
+        faults: what keeps the files from being read at all.
+        notes: what else is worth knowing.
     """
 
     source: str

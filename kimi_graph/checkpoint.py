@@ -250,6 +250,9 @@ def load_packed(spec: ParamSpec, checkpoint: Checkpoint, to: str) -> dict[str, T
 
     What the checkpoint stores in that format is taken as it is. Parts of a stack of matrices (experts) have its leading
     dimensions, parts of another parameter those of the stored tensor.
+
+    Raises:
+        CheckpointError: not a matrix, or its values or parts cannot be stored so.
     """
     if spec.padding or len(spec.stored) != 2:
         raise CheckpointError(f"{spec.source[0]}: {list(spec.stored)} is not a matrix to be stored as {to}.")
@@ -347,7 +350,8 @@ def save_checkpoint(
     """Write parameters under the released names and dtypes, with the config.json; `folder` must not exist.
 
     Args:
-        specs: as `model_specs` gives them. params: tensors in a tree of the same shape, of any float dtype.
+        specs: as `model_specs` gives them.
+        params: tensors in a tree of the same shape, of any float dtype.
         max_shard_bytes: of tensors in a file; one tensor larger than that has a file of its own.
         packed: formats of the parameters to quantise, by path (see `released_formats`); none by default.
 
@@ -374,7 +378,8 @@ class Piece:
     """One tensor to write: of a parameter that is a stack of `spec.source`, element `index`, or a part of it packed.
 
     Attributes:
-        name, dtype, shape: of the tensor. path, spec: of the parameter.
+        name, dtype, shape: of the tensor.
+        path, spec: of the parameter.
         packed: format and part; None: the tensor as it is.
     """
 
@@ -388,6 +393,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
+        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -417,7 +423,11 @@ def write_shards(
     max_shard_bytes: int,
     packed: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Write `model.safetensors`, or several files and an index, into an existing folder; see `save_checkpoint`."""
+    """Write `model.safetensors`, or several files and an index, into an existing folder; see `save_checkpoint`.
+
+    Raises:
+        CheckpointError: parameters that are missing, too many, or of another shape or dtype.
+    """
     places, values = dict(tree.items(specs)), dict(tree.items(params))
     if extra := values.keys() - places.keys():
         raise CheckpointError(counted("parameters have no place in the model", extra))

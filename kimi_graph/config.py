@@ -64,7 +64,8 @@ class IndexerConfig:
     """Lightning indexer of DSA: scores every cached token per query and keeps the best `top_k` for all heads.
 
     Attributes:
-        heads, key: of the index queries; one key head. eps: of the key's LayerNorm.
+        heads, key: of the index queries; one key head.
+        eps: of the key's LayerNorm.
         rope: channels rotated at the front of query and key, 0 without rotation; `interleaved` as in `RopeConfig`.
         shared: the layer has no indexer of its own and reuses what the last one that has kept.
     """
@@ -84,7 +85,8 @@ class MlaConfig:
 
     Attributes:
         query_latent: width of the query's low-rank form (`q_a_proj`, norm, `q_b_proj`); None: one matrix.
-        latent_eps: of the latent norms. scale: of the scores, mscale included.
+        latent_eps: of the latent norms.
+        scale: of the scores, mscale included.
         output_gate: heads are multiplied by `sigmoid(g_proj x)`.
         rope: None: the rope channels are cached and used raw (NoPE).
         indexer: None: every query attends to all tokens before it (dense).
@@ -104,6 +106,7 @@ class MlaConfig:
 
     @property
     def key(self) -> int:
+        """Channels of a head's query and key: those without position, then the rope channels."""
         return self.key_nope + self.key_rope
 
 
@@ -168,6 +171,7 @@ class LayerConfig:
 
     @property
     def kinds(self) -> tuple[Literal["kda", "mla"], Literal["dense", "moe"]]:
+        """Names of its mixer and of its feed-forward part."""
         return (
             "kda" if isinstance(self.mixer, KdaConfig) else "mla",
             "dense" if isinstance(self.ffn, DenseConfig) else "moe",
@@ -191,9 +195,12 @@ class VisionConfig:
     """MoonViT3d tower and projector. Source: fact sheet of models, section 6.
 
     Attributes:
-        patch: pixels of a patch's side. grid: learned position grid (height, width). frames: of the time table.
-        interpolation: "bicubic" or "bilinear", of the grid. bias: linears have biases, norms are LayerNorm; else none,
-            and RMSNorm. merge: patches merged to a token (height, width).
+        patch: pixels of a patch's side.
+        grid: learned position grid (height, width).
+        frames: of the time table.
+        interpolation: "bicubic" or "bilinear", of the grid.
+        bias: linears have biases, norms are LayerNorm; else none, and RMSNorm.
+        merge: patches merged to a token (height, width).
         projector_norm: "before" (LayerNorm per patch) or "after" (RMSNorm of the result).
         patch_limit: patches of one image; the picture is made smaller beyond.
         chessboard: what shows through transparent pixels: a side of its squares, their light and their dark value; the
@@ -228,7 +235,8 @@ class Names:
 
     Attributes:
         prefix: before every text tensor ("" or "language_model.").
-        moe: the mixture's name in a layer. experts: names of an expert's gate, up and down matrices.
+        moe: the mixture's name in a layer.
+        experts: names of an expert's gate, up and down matrices.
     """
 
     prefix: str
@@ -268,12 +276,13 @@ class ModelConfig:
         dtype: dtype of the weights that do not fix their own.
         tied: the output projection is the token embedding.
         residual_block: layers of a block of attention residuals; None: ordinary residual connections.
-        names: spelling of the checkpoint. vision: None: text only.
+        names: spelling of the checkpoint.
+        vision: None: text only.
         quant: what the file says of quantised weights; None: there are none.
         draft_layers: how many layers after the model's a checkpoint may hold for drafting; they are not read.
         assumptions: what this config says that no released file does, in words.
-        bos, pad: ids of the tokens that start a sequence (None: there is none) and fill it up. eos: those that end it,
-            the usual one first.
+        bos, pad: ids of the tokens that start a sequence (None: there is none) and fill it up.
+        eos: those that end it, the usual one first.
         source: the file as read, for writing it again (a fixture, a bundle).
     """
 

@@ -24,6 +24,8 @@ Reader = Callable[[Any], Any]
 
 
 def integer(low: int = 1, high: int = MAX_SIZE, why: str = "") -> Reader:
+    """Reads an integer from `low` to `high`; `why` stands behind that in the message."""
+
     def read(x: Any) -> int:
         if isinstance(x, bool) or not isinstance(x, int) or not low <= x <= high:
             raise UnfitError(f"an integer from {low:,} to {high:,}{why}")
@@ -33,6 +35,8 @@ def integer(low: int = 1, high: int = MAX_SIZE, why: str = "") -> Reader:
 
 
 def real(above: float, below: float = math.inf) -> Reader:
+    """Reads a finite number between two bounds, themselves excluded."""
+
     def read(x: Any) -> float:
         # An integer of 400 digits compares with a float, but does not convert to one: compare first.
         if isinstance(x, bool) or not isinstance(x, int | float) or not above < x < min(below, 1e300):
@@ -44,12 +48,14 @@ def real(above: float, below: float = math.inf) -> Reader:
 
 
 def flag(x: Any) -> bool:
+    """Reads true or false."""
     if not isinstance(x, bool):
         raise UnfitError("true or false")
     return x
 
 
 def text(x: Any) -> str:
+    """Reads a string."""
     if not isinstance(x, str):
         raise UnfitError("text")
     return x
@@ -67,6 +73,8 @@ def only(value: Any, why: str) -> Reader:
 
 
 def one_of(*values: Any, why: str = "") -> Reader:
+    """Reads one of these values, of the same type (1 is not true); `why` is for the message."""
+
     def read(x: Any) -> Any:
         if not any(type(x) is type(v) and x == v for v in values):
             raise UnfitError(f"one of {', '.join(map(show, values))}" + (f" ({why})" if why else ""))
@@ -76,10 +84,13 @@ def one_of(*values: Any, why: str = "") -> Reader:
 
 
 def optional(reader: Reader) -> Reader:
+    """Reads null as None, all else as `reader` does."""
     return lambda x: None if x is None else reader(x)
 
 
 def list_of(reader: Reader, count: int | None = None) -> Reader:
+    """Reads a list whose members `reader` takes; of `count` of them, if given."""
+
     def read(x: Any) -> tuple[Any, ...]:
         if not isinstance(x, list) or count not in (None, len(x)):
             raise UnfitError("a list" if count is None else f"a list of {count}")
@@ -103,6 +114,7 @@ def token_ids(x: Any) -> tuple[int, ...]:
 
 
 def dtype(x: Any) -> torch.dtype:
+    """Reads the name of a float dtype of at most 32 bits."""
     names = ("bfloat16", "float16", "float32")
     if x not in names:
         raise UnfitError(f"one of {', '.join(names)}")
@@ -142,7 +154,8 @@ class Choice:
     """An object whose keys depend on one of them; it may be left out or null. Its values hold that key's as "kind".
 
     Attributes:
-        by: the deciding key, and how others spell it. why: what is at stake, for the message about another value.
+        by: the deciding key, and how others spell it.
+        why: what is at stake, for the message about another value.
     """
 
     by: tuple[str, ...]
@@ -157,7 +170,8 @@ def read_section(section: Section, data: Mapping[str, Any], at: str, problems: l
     """Values of a section by key, defaults filled in.
 
     Args:
-        at: path of the section, "" or ending in a dot. problems: takes a line for each fault.
+        at: path of the section, "" or ending in a dot.
+        problems: takes a line for each fault.
     """
     known = _known(section)
     problems += [_unknown(x, data[x], known, at) for x in data if x not in known]
@@ -246,10 +260,12 @@ def _unknown(key: str, value: Any, known: Iterable[str], at: str) -> str:
 
 
 def found(data: Mapping[str, Any], key: str) -> str:
+    """What the data has for a key, for a message."""
     return f"found {show(data[key])}" if key in data else "not given"
 
 
 def show(value: Any) -> str:
+    """A value as JSON, cut where it is long."""
     try:
         shown = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):  # not from a JSON file, or an integer of thousands of digits
@@ -258,6 +274,7 @@ def show(value: Any) -> str:
 
 
 def some(numbers: Iterable[int]) -> str:
+    """Numbers in order, the first few of many."""
     numbers = sorted(numbers)
     more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
     return ", ".join(map(str, numbers[:SHOWN])) + more

@@ -59,6 +59,7 @@ class Diagnosis:
 
     @property
     def faults(self) -> tuple[Finding, ...]:
+        """What keeps something from working here."""
         return tuple(f for f in self.findings if f.state == FAULT)
 
     @property
@@ -104,7 +105,8 @@ def diagnose(cache: Path, environ: Mapping[str, str]) -> Diagnosis:
     """Look at this machine.
 
     Args:
-        cache: folder of fetched files. environ: of the command line; processes that try torch get it too.
+        cache: folder of fetched files.
+        environ: of the command line; processes that try torch get it too.
     """
     torch, cann = try_torch(environ), find_cann(environ)
     findings = (

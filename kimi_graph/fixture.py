@@ -58,8 +58,8 @@ def make_fixture(
         ways: heads and channels divide over so many ranks (tp).
 
     Raises:
-        ConfigError: too few or too many layers; `quantised` of a model that is not. CheckpointError: `out` is something
-            else's, or exists.
+        ConfigError: too few or too many layers; `quantised` of a model that is not.
+        CheckpointError: `out` is something else's, or exists.
     """
     out = Path(out)
     source = small_config(config, layers, quantised, ways)
@@ -107,7 +107,11 @@ def _check_place(out: Path, overwrite: bool) -> None:
 def small_config(
     config: ModelConfig, layers: int | None = None, quantised: bool = False, ways: int = 1
 ) -> dict[str, Any]:
-    """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens."""
+    """The released `config.json` with smaller counts; the vocabulary is 256 bytes and 256 special tokens.
+
+    Raises:
+        ConfigError: too few or too many layers; `quantised` of a model that is not.
+    """
     if quantised and config.quant is None:
         raise ConfigError(f"fixture of {config.name}: its weights are not released quantised; leave --quantised out.")
     most = len(config.layers)

@@ -107,7 +107,11 @@ def unpack(name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor
 
 
 def layout(name: str, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
-    """Dtype and shape of every part, as `pack` gives them, of a weight `[..., out, in]`."""
+    """Dtype and shape of every part, as `pack` gives them, of a weight `[..., out, in]`.
+
+    Raises:
+        CheckpointError: a weight whose size the format does not take.
+    """
     f, lead, last = FORMATS[name], shape[:-2], (shape[-2], shape[-1])
     _check_size(f, last)
     return {p.name: (p.dtypes[0], (*lead, *p.shapes(*last)[0])) for p in f.parts}

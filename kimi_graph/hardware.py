@@ -15,7 +15,8 @@ class Number:
     """A number of hardware.
 
     Attributes:
-        how: whether somebody published it, it follows from published numbers, or we assume it. source: in words.
+        how: whether somebody published it, it follows from published numbers, or we assume it.
+        source: in words.
     """
 
     value: float
@@ -46,8 +47,10 @@ class Link:
     """A level of a machine's network.
 
     Attributes:
-        name: what the dies that it joins are together. dies: how many they are; 0: as many as there are.
-        bandwidth: bytes/s of one die, one way. latency: seconds until the first byte of a message is there.
+        name: what the dies that it joins are together.
+        dies: how many they are; 0: as many as there are.
+        bandwidth: bytes/s of one die, one way.
+        latency: seconds until the first byte of a message is there.
     """
 
     name: str

@@ -75,7 +75,11 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_listed(path: Path, names: set[str]) -> dict[str, Stored]:
-    """The tensors of one file, which must be those that the index puts there."""
+    """The tensors of one file, which must be those that the index puts there.
+
+    Raises:
+        CheckpointError: tensors are missing or too many, or the header is damaged.
+    """
     found = read_header(path)
     if found.keys() != names:
         if absent := names - found.keys():
@@ -86,7 +90,11 @@ def read_listed(path: Path, names: set[str]) -> dict[str, Stored]:
 
 
 def find_files(folder: Path) -> tuple[Path | None, Path | None]:
-    """The index of a folder, or the only file of weights; the other is None."""
+    """The index of a folder, or the only file of weights; the other is None.
+
+    Raises:
+        CheckpointError: there is neither, or more than one, or no such folder.
+    """
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder}: {found}; expected a checkpoint's folder.")
@@ -104,7 +112,11 @@ def find_files(folder: Path) -> tuple[Path | None, Path | None]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file that is named by an index: a plain name, and really in the folder."""
+    """The path of a file that is named by an index: a plain name, and really in the folder.
+
+    Raises:
+        CheckpointError: there is no such file, or the name leads out of the folder.
+    """
     if name != Path(name).name or name in ("", "..") or "\\" in name or "\0" in name:
         raise CheckpointError(f"{folder / INDEX}: file name {name!r}; expected a plain name of a file in this folder.")
     path = folder / name
@@ -128,7 +140,11 @@ def at_home(path: Path) -> Path:
 
 
 def read_index(index: Path) -> dict[str, set[str]]:
-    """Names of tensors by the file that an index puts them into."""
+    """Names of tensors by the file that an index puts them into.
+
+    Raises:
+        CheckpointError: not JSON, or not an index.
+    """
     weight_map = read_json(index, MAX_INDEX, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map: expected an object of tensor names and file names.")

@@ -39,7 +39,10 @@ def load_config(source: str | Path) -> ModelConfig:
 def load_known(source: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
     """The model that `source` would mean if unknown keys had no influence, and the paths of those keys.
 
-    For looking at what else there is to say about a new model. Raises: as `load_config`, for any other fault.
+    For looking at what else there is to say about a new model.
+
+    Raises:
+        ConfigError: any other fault, see `load_config`.
     """
     path, name = _find(source)
     data = read_json(path, MAX_FILE, ConfigError)
@@ -133,7 +136,9 @@ def parse_config(data: Mapping[str, Any], *, origin: str, name: str) -> ModelCon
     """A config from the object in a file.
 
     Args:
-        data: the object. origin: where it came from, for messages. name: what the model is called.
+        data: the object.
+        origin: where it came from, for messages.
+        name: what the model is called.
 
     Raises:
         ConfigError: see `load_config`.

@@ -38,12 +38,13 @@ def generate(
     *,
     stream_experts: bool = False,
 ) -> Tensor:
-    """Continue prompts.
+    """Continue prompts, greedily or by drawing.
 
     Args:
         params: parameters, or the folder of a checkpoint.
         prompt: `[B, T]` or `[T]` ids, or lists of ids of unequal length.
-        temperature: 0 is greedy. top_p: keep the smallest set of tokens of this probability mass.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens of this probability mass.
         seed: of the draws; the same seed gives the same tokens.
         chunk: tokens read at once, bounds memory. With streamed experts a chunk reads most of them: larger is quicker.
         stream_experts: routed experts stay in the checkpoint's files (see `load_params`); `params` is its folder, or
@@ -51,6 +52,11 @@ def generate(
 
     Returns:
         `[B, max_new_tokens]` int64: the new tokens; after the end-of-sequence token a row holds the padding token.
+
+    Raises:
+        ConfigError: a number out of range, an empty prompt, tokens outside the vocabulary, more tokens than the model's
+            limit, streamed experts of parameters in memory.
+        CheckpointError: the folder is not a checkpoint of this model.
     """
     params = _params(config, params, stream_experts)
     rows = _rows(prompt)

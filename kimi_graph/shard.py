@@ -48,9 +48,12 @@ class Request:
     """What to place, and on what.
 
     Attributes:
-        phase: "vision", "prefill" or "decode". target: whose links and memory it is held against.
-        pad: axes that may be padded are. batch: sequences of all ranks together; None: one for each of `data`.
-        max_len: longest sequence, tokens. exchange, split_cache: see `presets.preset`.
+        phase: "vision", "prefill" or "decode".
+        target: whose links and memory it is held against.
+        pad: axes that may be padded are.
+        batch: sequences of all ranks together; None: one for each of `data`.
+        max_len: longest sequence, tokens.
+        exchange, split_cache: see `presets.preset`.
         changes: logical axes with another rule than the preset's, see `Rules.changed`.
     """
 
@@ -67,14 +70,20 @@ class Request:
 
     @property
     def rows(self) -> int:
+        """Sequences of all ranks together."""
         return self.mesh.data if self.batch is None else self.batch
 
     @property
     def length(self) -> int:
+        """Tokens of the longest sequence."""
         return min(MAX_LEN, self.config.max_len) if self.max_len is None else self.max_len
 
     def rules(self, mesh: Mesh | None = None) -> Rules:
-        """The rules of the phase; on another mesh where one is given."""
+        """The rules of the phase; on another mesh where one is given.
+
+        Raises:
+            ShardingError: a changed rule names an axis that the model does not have.
+        """
         made = mesh or self.mesh
         rules = preset(self.config, made, self.phase, exchange=self.exchange, split_cache=self.split_cache)
         for axis in self.changes:
@@ -92,7 +101,9 @@ class Kind:
     """Parameters or states of one kind: the same name in several layers, the same shape and placement.
 
     Attributes:
-        name: `layers.*.kda.query`. part: as in `Counts.parts`, or "kda states", "mla states". paths: all of them.
+        name: `layers.*.kda.query`.
+        part: as in `Counts.parts`, or "kda states", "mla states".
+        paths: all of them.
     """
 
     name: str
@@ -122,7 +133,8 @@ class PartUse:
     """What crosses devices in one kind of part ("kda", "moe", "embed").
 
     Attributes:
-        count: how often a step has the part. issued: its collectives in order.
+        count: how often a step has the part.
+        issued: its collectives in order.
         refused: why the part cannot run on this mesh, with the author's line; empty where it can.
     """
 
@@ -142,8 +154,10 @@ class RankUse:
     """What one rank holds, in bytes.
 
     Attributes:
-        stage: of the pipeline. at: where the rank is along each mesh axis.
-        parts: by kind of part ("experts", "kda", "mla states"), most first. weights, states: their sums.
+        stage: of the pipeline.
+        at: where the rank is along each mesh axis.
+        parts: by kind of part ("experts", "kda", "mla states"), most first.
+        weights, states: their sums.
     """
 
     rank: int
@@ -153,10 +167,12 @@ class RankUse:
 
     @property
     def states(self) -> int:
+        """Bytes of KDA memories and caches."""
         return sum(size for part, size in self.parts.items() if part.endswith(" states"))
 
     @property
     def weights(self) -> int:
+        """Bytes of parameters."""
         return sum(self.parts.values()) - self.states
 
     def __repr__(self) -> str:
@@ -295,7 +311,8 @@ def shard_plan(
     """What every rank of a mesh holds and sends, from a config alone.
 
     Args:
-        config: or what `load_config` takes. mesh: or its text, `pp=4,tp=32`.
+        config: or what `load_config` takes.
+        mesh: or its text, `pp=4,tp=32`.
         rules: logical axes with a rule of their own: `{"vocab": None}` keeps the vocabulary whole on every rank,
             `{"heads": "data"}` splits heads over data. All others keep theirs.
         phase, target, pad, batch, max_len, exchange, split_cache: see `Request`.
@@ -306,7 +323,8 @@ def shard_plan(
 
     Raises:
         ShardingError: sizes that do not divide, all of them; a phase, axis or rule that is not there.
-        ConfigError: a length that cannot be. CompileError: a target that is not known.
+        ConfigError: a length that cannot be.
+        CompileError: a target that is not known.
     """
     return shard_model(
         Request(
@@ -329,7 +347,8 @@ def shard_model(request: Request) -> ShardPlan:
 
     Raises:
         ShardingError: sizes that do not divide, all of them; more stages than layers; a phase the model has not.
-        ConfigError: a length that cannot be. CompileError: a target that is not known.
+        ConfigError: a length that cannot be.
+        CompileError: a target that is not known.
     """
     target(request.target)
     c, mesh = request.config, request.mesh

@@ -24,6 +24,9 @@ class ParamSpec:
         stored: shape of each of those tensors in the checkpoint.
         padding: elements at the end of a single stored tensor that are not the parameter's, and must be zero.
         dtype: fixed dtype, or None for the model's.
+
+    Raises:
+        ConfigError: a dimension without an axis, or stored tensors of another size.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +46,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     def under(self, prefix: str) -> "ParamSpec":

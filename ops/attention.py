@@ -1,4 +1,8 @@
-"""Causal attention of MLA: expanded over per-head keys (prefill), or absorbed over the paged latent cache (decode)."""
+"""Causal attention of MLA: expanded over per-head keys (prefill), or absorbed over the paged latent cache (decode).
+
+Letters: B rows, T tokens, C cached tokens, H heads, N key_nope, R key_rope, V value, L latent, P pages.
+Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1; fact sheet of models, section 2.4.
+"""
 
 from collections.abc import Iterator
 
@@ -66,8 +70,11 @@ def attention(
     """Softmax attention; query i of a row is token `lengths - counts + i` and sees keys up to itself.
 
     Args:
-        q_nope: `[B, T, H, N]`. q_rope: `[B, T, H, R]`.
-        k_nope: `[B, C, H, N]`. k_rope: `[B, C, R]`, one for all heads. v: `[B, C, H, V]`.
+        q_nope: `[B, T, H, N]`.
+        q_rope: `[B, T, H, R]`.
+        k_nope: `[B, C, H, N]`.
+        k_rope: `[B, C, R]`, one for all heads.
+        v: `[B, C, H, V]`.
         lengths, counts: `[B]`, see `Batch`; query rows past `counts` give zeros.
 
     Returns:
@@ -153,8 +160,11 @@ def latent_attention(
     """Attention of one new token a row (T = 1) over the paged latent cache, which is both keys and values.
 
     Args:
-        q_latent: `[B, 1, H, L]`, queries moved into the latent space. q_rope: `[B, 1, H, R]`.
-        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`. block_table: `[B, pages of a sequence]` int32.
+        q_latent: `[B, 1, H, L]`, queries moved into the latent space.
+        q_rope: `[B, 1, H, R]`.
+        latent_pool: `[P, page, L]`.
+        rope_pool: `[P, page, R]`.
+        block_table: `[B, pages of a sequence]` int32.
         lengths: `[B]`, tokens of each sequence, the new one included; a row of length 0 gives zeros.
 
     Returns:

@@ -13,8 +13,10 @@ def cache_write(
     """The pools with each new token's latent and rope channels at its cache row.
 
     Args:
-        latent: `[B, T, L]`. rope: `[B, T, R]`.
-        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`.
+        latent: `[B, T, L]`.
+        rope: `[B, T, R]`.
+        latent_pool: `[P, page, L]`.
+        rope_pool: `[P, page, R]`.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
 
@@ -62,7 +64,7 @@ def _(ge, latent, rope, latent_pool, rope_pool, slot_mapping):
 
 @operator(sharding="b n -> b n", whole="bn")
 def numbered_pages(block_table: Tensor) -> Tensor:
-    """The block table of a pool that holds nothing but these sequences, page after page: 0, 1, 2 ... in its shape."""
+    """The block table `[B, pages]` of a pool that holds just these sequences, page after page: 0, 1, 2 ... int32."""
     return torch.arange(block_table.numel(), dtype=torch.int32, device=block_table.device).view(block_table.shape)
 
 
@@ -82,7 +84,9 @@ def cache_read(latent_pool: Tensor, rope_pool: Tensor, block_table: Tensor) -> t
     """The rows of each sequence in order, up to its capacity C = pages of a sequence * page size.
 
     Args:
-        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`. block_table: `[B, pages of a sequence]` int32.
+        latent_pool: `[P, page, L]`.
+        rope_pool: `[P, page, R]`.
+        block_table: `[B, pages of a sequence]` int32.
 
     Returns:
         `[B, C, L]` and `[B, C, R]`.

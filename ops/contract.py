@@ -14,7 +14,10 @@ LARGE = 1 << 16  # elements of a weight that are worth waking a second thread fo
 
 
 def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
-    """`torch.einsum(equation, x, y)`; whoever follows torch's functions (capture, a sharded value) sees just that."""
+    """`torch.einsum(equation, x, y)`, such as "btd,fd->btf": `[B, T, D]`, `[F, D]` -> `[B, T, F]`.
+
+    Whoever follows torch's functions (capture, a sharded value) sees just that.
+    """
     summed = _trailing(equation)
     if summed and not has_torch_function((x, y)):
         width = y.shape[-1] if summed == 1 else y.shape[-summed:].numel()
@@ -48,7 +51,7 @@ def few_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def shares(weight: Tensor, width: int) -> int:
-    """How many threads should share the rows, `width` long, of a weight that meets few rows."""
+    """How many threads should share the rows of a weight `[..., width]` that meets few rows."""
     size = weight.numel()
     if size < LARGE or weight.dtype.itemsize < 4 or weight.device.type != "cpu":
         return 1

@@ -42,7 +42,7 @@ def _(ge, x, y, transpose):
 
 
 def einsum(equation: str, operands: list[Tensor]) -> Tensor:
-    """`torch.einsum` as one graph node."""
+    """`torch.einsum` as one graph node: "btd,fd->btf" of `[B, T, D]` and `[F, D]`, say."""
     return torch.einsum(equation, *operands)
 
 

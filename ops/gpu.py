@@ -38,7 +38,9 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, out: Tensor | None = 
     """`sum_h weights_h relu(q_h . k)`, products of the dtype given, sums in float32; minus infinity after a query.
 
     Args:
-        q: `[n, I, K]`. weights: `[n, I]` float32. keys: `[S, K]`; the queries are its last n tokens.
+        q: `[n, I, K]`.
+        weights: `[n, I]` float32.
+        keys: `[S, K]`; the queries are its last n tokens.
         out: `[n, S]` float32, contiguous, which is written and returned; a new one by default.
 
     Returns:
@@ -59,7 +61,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, out: Tensor | None = 
 def select_keys(
     q: Tensor, weights: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, counts: Tensor, top_k: int
 ) -> Tensor:
-    """`ops.select_keys` of a GPU. Of keys whose scores are equal any may be chosen, in any order."""
+    """`ops.select_keys` of a GPU: `[B, T, J]` int32. Of keys whose scores are equal any may be chosen, in any order."""
     tokens, best = q.shape[1], []
     with torch.no_grad():
         for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):

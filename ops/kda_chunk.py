@@ -37,8 +37,10 @@ def kda_chunk(
     """The recurrence of `kda_step` over T tokens of every row.
 
     Args:
-        q, k: `[B, T, H, K]`, unit length along K. v: `[B, T, H, V]`.
-        decay: `[B, T, H, K]` natural log <= 0, any size. beta: `[B, T, H]` in (0, 1).
+        q, k: `[B, T, H, K]`, unit length along K.
+        v: `[B, T, H, V]`.
+        decay: `[B, T, H, K]` natural log <= 0, any size.
+        beta: `[B, T, H]` in (0, 1).
         memory: `[S, H, V, K]` float32; read as zeros where the row's sequence starts here (`lengths == counts`).
         slots, lengths, counts: `[B]`, see `Batch`; tokens past `counts` are padding and leave the memory unchanged.
         scale: multiplies q.
@@ -46,7 +48,7 @@ def kda_chunk(
     Returns:
         `[B, T, H, V]` in v's dtype, zeros past `counts`; and the memory with the rows' slots updated.
 
-    Source: Kimi Linear (arXiv:2510.26692), chunkwise form; fact sheet of models 3.3.
+    Source: Kimi Linear (arXiv:2510.26692), chunkwise form; fact sheet of models, section 3.3.
     """
     state = state_rows(memory, slots, lengths, counts).flatten(0, 1)
     state = state.double() if q.dtype == torch.float64 else state.float()

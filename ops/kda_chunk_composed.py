@@ -10,6 +10,8 @@ With G the running sum of a chunk's decays and M the memory before it:
     o = scale ((q exp G) M' + P U)
     M <- M exp G_C + U' (k exp(G_C - G))
 
+Source: Kimi Linear (arXiv:2510.26692), chunkwise form; fact sheet of models, section 3.3.
+
 All exponents are <= 0: pairs are taken one by one, which is why a chunk is short. What does not need M is computed for
 all chunks at once; the rest is a chain of N steps. All of it is float32.
 """

@@ -12,10 +12,12 @@ def kda_gate(raw: Tensor, bias: Tensor, log_rate: Tensor, lower_bound: float | N
     """Natural-log decay `[B, T, H, K]`, always <= 0; float32 because a chunk sums it.
 
     Args:
-        raw: `[B, T, H, K]`. bias: `[H, K]`. log_rate: `[H]`, per head.
+        raw: `[B, T, H, K]`.
+        bias: `[H, K]`.
+        log_rate: `[H]`, per head.
         lower_bound: None: `-rate * softplus(raw + bias)`, unbounded; else `lower_bound * sigmoid(rate * (raw + bias))`.
 
-    Source: Kimi Linear (arXiv:2510.26692) and the released code; fact sheet of models, KDA layer.
+    Source: Kimi Linear (arXiv:2510.26692) and the released code; fact sheet of models, section 3.1.
     """
     rate = log_rate.exp()[:, None]
 

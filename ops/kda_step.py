@@ -17,15 +17,19 @@ def kda_step(
     """One step of the recurrence for every row (T = 1).
 
     Args:
-        q, k: `[B, 1, H, K]`, unit length along K. v: `[B, 1, H, V]`.
-        decay: `[B, 1, H, K]` natural log <= 0. beta: `[B, 1, H]` write strength in (0, 1).
-        memory: `[S, H, V, K]` float32. slots: `[B]` int32.
+        q, k: `[B, 1, H, K]`, unit length along K.
+        v: `[B, 1, H, V]`.
+        decay: `[B, 1, H, K]` natural log <= 0.
+        beta: `[B, 1, H]` write strength in (0, 1).
+        memory: `[S, H, V, K]` float32.
+        slots: `[B]` int32.
         scale: multiplies q.
 
     Returns:
         `[B, 1, H, V]` in v's dtype, and the memory with the rows' slots updated.
 
-    Source: Kimi Linear (arXiv:2510.26692), equation of the delta rule with per-channel decay; fact sheet of models 3.2.
+    Source: Kimi Linear (arXiv:2510.26692), equation of the delta rule with per-channel decay; fact sheet of models,
+    section 3.2.
     """
     rows, _, heads, key = q.shape
     q32, k32, decay32 = (at_least_f32(x).reshape(rows * heads, 1, key) for x in (q, k, decay))

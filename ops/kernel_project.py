@@ -98,7 +98,8 @@ def export_kernels(folder: str | Path, *, overwrite: bool = False) -> Exported:
     """Write the project.
 
     Args:
-        folder: must not exist or be empty. overwrite: it may be a project of an earlier export, which is replaced.
+        folder: must not exist or be empty.
+        overwrite: it may be a project of an earlier export, which is replaced.
 
     Raises:
         KernelError: something else is there.

@@ -1,4 +1,8 @@
-"""Mixture of experts: route, sort rows by expert, grouped matrix products, bring back and sum."""
+"""Mixture of experts: route, sort rows by expert, grouped matrix products, bring back and sum.
+
+Letters: N rows, K experts of a row, E experts, D width, F features, M = N * K rows sorted by expert.
+Source: DeepSeek-V3 (arXiv:2412.19437), section 2.1.2; SwiGLU (arXiv:2002.05202); fact sheet of models, section 2.6.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +22,8 @@ def moe_route(
     """Choose `top_k` experts of each row by `sigmoid(scores) + bias`, weigh them by the normalised sigmoid alone.
 
     Args:
-        scores: `[N, E]` float32. bias: `[E]`, takes part in the selection only.
+        scores: `[N, E]` float32.
+        bias: `[E]`, takes part in the selection only.
         scale: multiplies the weights after they were normalised to sum 1.
         groups, kept_groups: experts lie in equal groups, and only those of the `kept_groups` best are chosen from; a
             group is as good as the sum of its two best. Equal groups go to the lower one.
@@ -69,7 +74,9 @@ def moe_dispatch(x: Tensor, chosen: Tensor, experts: int, others: int = 0) -> tu
     """Copy each row once per chosen expert, sorted by expert (rows of one expert stay in order).
 
     Args:
-        x: `[N, D]`. chosen: `[N, K]` int32, ids of E + others experts. experts: E, those that are here.
+        x: `[N, D]`.
+        chosen: `[N, K]` int32, ids of E + others experts.
+        experts: E, those that are here.
         others: those that are on other devices: copies for them go last, into no group.
 
     Returns:
@@ -136,7 +143,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     """Rows of group e times `weight[e]` transposed.
 
     Args:
-        x: `[M, D]`, sorted by group. weight: `[E, F, D]`. group_sizes: `[E]` int64.
+        x: `[M, D]`, sorted by group.
+        weight: `[E, F, D]`.
+        group_sizes: `[E]` int64.
 
     Returns:
         `[M, F]`, zeros in the rows after the last group.
@@ -245,7 +254,9 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor, some: bool = False) -
     """Weighted sum of each row's copies; float32 weights and sum, cast to y's dtype.
 
     Args:
-        y: `[N * K, D]`. place: `[N * K]` int32, as `moe_dispatch` gives it. weights: `[N, K]` float32.
+        y: `[N * K, D]`.
+        place: `[N * K]` int32, as `moe_dispatch` gives it.
+        weights: `[N, K]` float32.
         some: only some of the copies are here; `place` of the others is -1, and they count nothing.
 
     Returns:

@@ -1,6 +1,8 @@
-"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm. Statistics in float32.
+"""Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm; and the gate alone.
 
-And the gate alone.
+Statistics are float32.
+Source: RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450); for what is rounded when, fact sheet of models,
+notation and section 3.1.
 """
 
 import torch
@@ -16,7 +18,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)`, scaled in float32, cast, then multiplied by the weight.
 
     Args:
-        x: `[..., D]`. weight: `[D]`.
+        x: `[..., D]`.
+        weight: `[D]`.
     """
 
     def norm(x: Tensor) -> Tensor:
@@ -42,7 +45,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """`weight * (x - mean) / sqrt(variance + eps) + bias`, float32 throughout, cast at the end.
 
     Args:
-        x: `[..., D]`. weight, bias: `[D]`.
+        x: `[..., D]`.
+        weight, bias: `[D]`.
     """
 
     def norm(x: Tensor) -> Tensor:
@@ -67,7 +71,8 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """RMSNorm of `x`, times the sigmoid of `gate`; float32 throughout, cast at the end.
 
     Args:
-        x, gate: `[..., D]`. weight: `[D]`.
+        x, gate: `[..., D]`.
+        weight: `[D]`.
     """
 
     def norm(x: Tensor, gate: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ A pool of more than 8 bits holds the same without rounding, so that graphs can b
 latent over its scale; and in place of the bytes of a number, the number itself and then zeros.
 
 Letters: B rows, T tokens, C cached tokens, H heads, I index heads, K index key, L latent, R rope, J selected, W row.
+Source: CANN's documents of KvQuantSparseFlashAttention and QuantLightningIndexer; fact sheet of models, section 5.4.
 """
 
 import torch
@@ -85,7 +86,9 @@ def quantised_cache_write(latent: Tensor, rope: Tensor, pool: Tensor, slot_mappi
     """The pool with each new token's row at its place.
 
     Args:
-        latent: `[B, T, L]`. rope: `[B, T, R]`. pool: `[P, page, W]`, of 8 bits, or wider and then not rounded.
+        latent: `[B, T, L]`.
+        rope: `[B, T, R]`.
+        pool: `[P, page, W]`, of 8 bits, or wider and then not rounded.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
     return _write(pool, pack_rows(latent, rope, pool.dtype), slot_mapping)
@@ -114,7 +117,9 @@ def quantised_index_write(key: Tensor, pool: Tensor, scales: Tensor, slot_mappin
     """The pools with each new token's index key, and its scale, at their place.
 
     Args:
-        key: `[B, T, K]`. pool: `[P, page, K]`, of 8 bits, or wider and then not rounded. scales: `[P, page]`.
+        key: `[B, T, K]`.
+        pool: `[P, page, K]`, of 8 bits, or wider and then not rounded.
+        scales: `[P, page]`.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
     made, scale = quantise(key, pool.dtype)
@@ -174,8 +179,11 @@ def quantised_select_keys(
 ) -> Tensor:
     """`select_keys` of a cache in 8 bits: queries are quantised as the keys are, by token and head.
 
+    The arguments that are not named here, and the result, are those of `select_keys`.
+
     Args:
-        pool: `[P, page, K]`. scales: `[P, page]`. The others, and the result: see `select_keys`.
+        pool: `[P, page, K]`.
+        scales: `[P, page]`, of the keys.
     """
     made, scale = quantise(q, pool.dtype)
     keys = at_least_f32(pool) * at_least_f32(scales)[..., None]
@@ -229,8 +237,10 @@ def quantised_sparse_attention(
 ) -> Tensor:
     """`sparse_attention` to a cache of rows; latents are rounded to the query's dtype before anything else.
 
+    The arguments that are not named here, and the result, are those of `sparse_attention`.
+
     Args:
-        pool: `[P, page, W]`. The others, and the result: see `sparse_attention`.
+        pool: `[P, page, W]`.
     """
     latent, rope = (x.to(q_latent.dtype) for x in unpack_rows(pool, q_latent.shape[-1]))
     return sparse_attention.reference(q_latent, q_rope, latent, rope, selected, block_table, lengths, counts, scale)

@@ -12,7 +12,9 @@ def residual_mix(sources: list[Tensor], norm: Tensor, query: Tensor, eps: float)
     """Softmax over sources of `norm(source) . query`, times the raw sources; float32 inside, given in their dtype.
 
     Args:
-        sources: at least one `[B, T, D]`. norm: `[D]`, weight of the sources' RMSNorm. query: `[D]`.
+        sources: at least one `[B, T, D]`.
+        norm: `[D]`, weight of the sources' RMSNorm.
+        query: `[D]`.
 
     Source: fact sheet of models, section 2.3.
     """

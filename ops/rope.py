@@ -1,4 +1,7 @@
-"""Rotary positions: neighbouring channels, or a half and the other half, turn by an angle that grows with position."""
+"""Rotary positions: neighbouring channels, or a half and the other half, turn by an angle that grows with position.
+
+Source: RoFormer (arXiv:2104.09864), section 3.4.2; fact sheet of models, section 7.
+"""
 
 import torch
 from torch import Tensor
@@ -11,7 +14,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Pairs `(a, b)` of channels become `(a cos - b sin, b cos + a sin)`; computed in float32, given in x's dtype.
 
     Args:
-        x: `[B, T, H, R]`. cos, sin: `[B, T, R / 2]`, of each token's position.
+        x: `[B, T, H, R]`.
+        cos, sin: `[B, T, R / 2]`, of each token's position.
         interleaved: pair m is channels (2m, 2m + 1); else (m, m + R / 2). The result has the layout of `x`.
     """
     x32, cos, sin = at_least_f32(x), cos[:, :, None], sin[:, :, None]

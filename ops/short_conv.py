@@ -1,4 +1,7 @@
-"""Causal depthwise convolution over the last few tokens, then SiLU, with its window as state."""
+"""Causal depthwise convolution over the last few tokens, then SiLU, with its window as state.
+
+Source: Kimi Linear (arXiv:2510.26692), section 4; fact sheet of models, section 3.1.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,8 @@ def short_conv(
     """`silu(sum_j weight[j] * x[t - W + 1 + j])` per channel, and the next window.
 
     Args:
-        x: `[B, T, H, K]`, right-padded rows. weight: `[H, K, W]`, oldest tap first.
+        x: `[B, T, H, K]`, right-padded rows.
+        weight: `[H, K, W]`, oldest tap first.
         window: `[S, H, K, W - 1]`, the inputs before this step, oldest first; read as zeros where the row's sequence
             starts in this step (`lengths == counts`).
         slots, lengths, counts: `[B]`, see `Batch`.

@@ -1,4 +1,7 @@
-"""SiTU: a gated activation whose two factors are both bounded, `beta tanh(g / beta) sigmoid(g) * lb tanh(u / lb)`."""
+"""SiTU: a gated activation whose two factors are both bounded, `beta tanh(g / beta) sigmoid(g) * lb tanh(u / lb)`.
+
+Source: fact sheet of models, section 2.6.
+"""
 
 import torch
 from torch import Tensor
@@ -15,10 +18,7 @@ def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
 
 @operator(sharding="m f -> m g", whole="fg")
 def situ(x: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """SiTU of the two halves of the last dimension, gate first: `[M, 2 F]` -> `[M, F]`; float32 inside.
-
-    Source: fact sheet of models, section 2.6.
-    """
+    """SiTU of the two halves of the last dimension, gate first: `[M, 2 F]` -> `[M, F]`; float32 inside."""
 
     def glu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)

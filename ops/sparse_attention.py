@@ -1,6 +1,7 @@
 """DeepSeek Sparse Attention in two stages: select the best cached tokens of each query, then attend to those alone.
 
 Letters: B rows, T tokens, C cached tokens, H heads, I index heads, K index key, L latent, R rope channels, J selected.
+Source: DeepSeek-V3.2 report (arXiv:2512.02556), section 2.1; fact sheet of models, section 5.3.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ def index_write(key: Tensor, pool: Tensor, slot_mapping: Tensor) -> Tensor:
     """The pool with each new token's index key at its cache row.
 
     Args:
-        key: `[B, T, K]`. pool: `[P, page, K]`.
+        key: `[B, T, K]`.
+        pool: `[P, page, K]`.
         slot_mapping: `[B * T]` int64, page * page size + offset; padding points into page 0.
     """
     return put_in_pages(pool, slot_mapping, key)
@@ -59,8 +61,11 @@ def select_keys(
     The score of a query and a cached token is `sum_h weights_h relu(q_h . k * K^-0.5)`, in float32.
 
     Args:
-        q: `[B, T, I, K]`. weights: `[B, T, I]` float32, any sign. pool: `[P, page, K]`.
-        block_table: `[B, pages of a sequence]` int32. lengths, counts: `[B]`, see `Batch`.
+        q: `[B, T, I, K]`.
+        weights: `[B, T, I]` float32, any sign.
+        pool: `[P, page, K]`.
+        block_table: `[B, pages of a sequence]` int32.
+        lengths, counts: `[B]`, see `Batch`.
 
     Returns:
         `[B, T, top_k]` int32, best first, equal scores in order of position; -1 after the last where fewer tokens are
@@ -214,11 +219,14 @@ def sparse_attention(
     """Softmax attention of each query over its selected tokens of the paged latent cache, keys and values at once.
 
     Args:
-        q_latent: `[B, T, H, L]`, queries moved into the latent space. q_rope: `[B, T, H, R]`.
-        latent_pool: `[P, page, L]`. rope_pool: `[P, page, R]`.
+        q_latent: `[B, T, H, L]`, queries moved into the latent space.
+        q_rope: `[B, T, H, R]`.
+        latent_pool: `[P, page, L]`.
+        rope_pool: `[P, page, R]`.
         selected: `[B, T, J]` int32 positions in the row's sequence, the same for all heads; -1, and positions after
             the query, are not attended to.
-        block_table: `[B, pages of a sequence]` int32. lengths, counts: `[B]`, see `Batch`.
+        block_table: `[B, pages of a sequence]` int32.
+        lengths, counts: `[B]`, see `Batch`.
 
     Returns:
         `[B, T, H, L]`: weighted latents, still to be moved into the value space; zeros past `counts`.

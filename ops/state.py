@@ -10,7 +10,7 @@ from .base import empty_like, may_overwrite, operator
 
 
 def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
-    """The rows' slots of a state, zeros where a sequence starts (whatever the slot holds)."""
+    """The rows' slots of a state, `[S, ...]` -> `[B, ...]`; zeros where a sequence starts, whatever its slot holds."""
     rows = state.index_select(0, slots)
     starts = [length <= count for length, count in zip(lengths.tolist(), counts.tolist(), strict=True)]
     if any(starts):
@@ -19,7 +19,7 @@ def state_rows(state: Tensor, slots: Tensor, lengths: Tensor, counts: Tensor) ->
 
 
 def put_rows(state: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
-    """`state` with `rows` at `slots`; written into `state` itself where the caller gave it away."""
+    """`state` `[S, ...]` with `rows` `[B, ...]` at `slots`; written into `state` itself where the caller gave it up."""
     rows = rows if rows.dtype == state.dtype else rows.to(state.dtype)
     if may_overwrite(state):
         return state.index_copy_(0, slots.long(), rows)
@@ -31,7 +31,9 @@ def state_write(rows: Tensor, state: Tensor, slots: Tensor) -> Tensor:
     """The state with each row's next value at its slot: for what no operator computes in place.
 
     Args:
-        rows: `[B, H, V, K]`. state: `[S, H, V, K]`. slots: `[B]` int32.
+        rows: `[B, H, V, K]`.
+        state: `[S, H, V, K]`.
+        slots: `[B]` int32.
     """
     return put_rows(state, slots, rows)
 

@@ -116,8 +116,10 @@ def expert_dispatch(x: Any, chosen: Any, axis: str, count: int) -> tuple[Any, ..
     """Rows to the devices that have their experts, sorted by expert; in a body, and where `splits`.
 
     Args:
-        x: `[N, D]`, this device's rows. chosen: `[N, K]` int32, ids among all experts, each once in a row.
-        axis: that of experts. count: experts E that this device has.
+        x: `[N, D]`, this device's rows.
+        chosen: `[N, K]` int32, ids among all experts, each once in a row.
+        axis: that of experts.
+        count: experts E that this device has.
 
     Returns:
         rows `[A, D]`, as many as may come: N of each device, once for each of its K experts that can be here; what is
@@ -130,7 +132,9 @@ def expert_combine(y: Any, chosen: Any, weights: Any, assist: Any, counts: Any, 
     """Rows back to where they came from, and the weighted sum of each one's K: `[N, D]`.
 
     Args:
-        y: `[A, D]`. weights: `[N, K]` float32. assist, counts: as `expert_dispatch` gave them.
+        y: `[A, D]`.
+        weights: `[N, K]` float32.
+        assist, counts: as `expert_dispatch` gave them.
     """
     return handle_torch_function(expert_combine, (y,), y, chosen, weights, assist, counts, axis, count)
 

@@ -27,7 +27,8 @@ class Table:
     """Experts in slots.
 
     Attributes:
-        slots: the expert of each slot; the slots of a rank lie together. ranks: how many there are.
+        slots: the expert of each slot; the slots of a rank lie together.
+        ranks: how many there are.
 
     Raises:
         ShardingError: slots that do not divide, an expert that is nowhere or twice on a rank.
@@ -122,7 +123,8 @@ class Plan:
     """A table, and how to get there.
 
     Attributes:
-        table: the new one. previous: the old one.
+        table: the new one.
+        previous: the old one.
         moves: all of them read what the old table has, so that they can be made in any order into other memory; a slot
             that is not a target keeps its expert.
         skew: before and after.
@@ -175,8 +177,10 @@ def balance(
     experts.
 
     Args:
-        loads: tokens of each expert, of one layer. slots: of all ranks together. previous: the table in use; by default
-            `plain_table`. good: skew that needs no more moves.
+        loads: tokens of each expert, of one layer.
+        slots: of all ranks together.
+        previous: the table in use; by default `plain_table`.
+        good: skew that needs no more moves.
 
     Raises:
         ShardingError: slots that do not divide over ranks, fewer slots than experts, more slots on a rank than there

@@ -28,7 +28,8 @@ class Local(Value):
     """One device's part of a value.
 
     Attributes:
-        local: its tensor. varies: logical axes along which devices hold different ones.
+        local: its tensor.
+        varies: logical axes along which devices hold different ones.
         pending: logical axes along which each device has a summand.
         late: the sum may wait, see `annotate.summand`.
     """

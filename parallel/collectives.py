@@ -253,19 +253,31 @@ def all_gather(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
 
 
 def reduce_scatter(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
-    """This rank's part along `dim` of the sum of every rank's `x`."""
+    """This rank's part along `dim` of the sum of every rank's `x`.
+
+    Raises:
+        ShardingError: the dimension does not divide over the ranks.
+    """
     dim = _divisible(mesh, "reduce_scatter", x, axes, dim)
     return _REDUCE_SCATTER(x, group_name(axes), mesh.size(axes), dim)
 
 
 def all_to_all(mesh: Mesh, x: Tensor, axes: Axes, split_dim: int, cat_dim: int) -> Tensor:
-    """Part r of `x` along `split_dim` goes to rank r; what comes from all is joined along `cat_dim`."""
+    """Part r of `x` along `split_dim` goes to rank r; what comes from all is joined along `cat_dim`.
+
+    Raises:
+        ShardingError: `split_dim` does not divide over the ranks.
+    """
     split_dim = _divisible(mesh, "all_to_all", x, axes, split_dim)
     return _ALL_TO_ALL(x, group_name(axes), mesh.size(axes), split_dim, cat_dim % x.ndim)
 
 
 def own_slice(mesh: Mesh, x: Tensor, axes: Axes, dim: int) -> Tensor:
-    """This rank's part of `x` along `dim`."""
+    """This rank's part of `x` along `dim`.
+
+    Raises:
+        ShardingError: the dimension does not divide over the ranks.
+    """
     dim = _divisible(mesh, "own_slice", x, axes, dim)
     return _OWN_SLICE(x, group_name(axes), mesh.size(axes), dim)
 
@@ -304,7 +316,8 @@ class Issued:
     """One collective of a graph.
 
     Attributes:
-        name: "all_reduce" ... axes: mesh axes of its group.
+        name: "all_reduce" ...
+        axes: mesh axes of its group.
         shape, dtype: of what one rank gives; of rows of experts, one for each that they have chosen.
         arguments: the rest, by name.
         source: file and line of the layer that needs it.

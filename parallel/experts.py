@@ -31,6 +31,7 @@ def capacity(rows: int, top_k: int, ways: int, experts: int) -> int:
 
 
 def dispatch_fake(x: Tensor, axes: str, chosen: Tensor, ways: int, experts: int) -> Rank:
+    """Shapes and dtypes of the results of `dispatch`."""
     rows, top_k = chosen.shape
     most = capacity(rows, top_k, ways, experts)
     return (
@@ -42,6 +43,7 @@ def dispatch_fake(x: Tensor, axes: str, chosen: Tensor, ways: int, experts: int)
 
 
 def combine_fake(y: Tensor, axes: str, chosen: Tensor, weights: Tensor, *_: Any) -> Tensor:
+    """Shape and dtype of the result of `combine`."""
     return y.new_empty(chosen.shape[0], y.shape[1])
 
 
@@ -124,6 +126,7 @@ def _attrs(axes: str, ways: int, experts: int) -> dict[str, Any]:
 
 
 def lower_dispatch(ge: Any, x: Any, axes: str, chosen: Any, ways: int, experts: int) -> Any:
+    """Graph nodes of `dispatch`: CANN's operator where it takes these sizes, else every rank reads all rows."""
     (rows, width), (_, top_k) = ge.shape(x), ge.shape(chosen)
     if why := no_pair(ge.target, rows, width, top_k, ways, experts):
         reason = f"every rank reads all rows of its group. MoeDistributeDispatchV2: {why}; HcomAllToAllV has no static"
@@ -148,6 +151,7 @@ def lower_dispatch(ge: Any, x: Any, axes: str, chosen: Any, ways: int, experts: 
 def lower_combine(
     ge: Any, y: Any, axes: str, chosen: Any, weights: Any, assist: Any, counts: Any, ways: int, experts: int
 ) -> Any:
+    """Graph nodes of `combine`: the way back from what `lower_dispatch` chose."""
     if assist.tensor in ge.placed:
         ge.chose("rows from experts of other ranks", "HcomReduceScatter", "as rows were sent: each rank sums its part")
         return _sum_all(ge, y, axes, weights, ge.placed[assist.tensor], ways)

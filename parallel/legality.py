@@ -31,7 +31,8 @@ class Size:
     """A size that a logical axis has.
 
     Attributes:
-        path: the first parameter that has it. count: how many parameters have; 0: it is chosen (a batch), not given.
+        path: the first parameter that has it.
+        count: how many parameters have; 0: it is chosen (a batch), not given.
         bytes_per_index: what one more index would cost, all of them together.
     """
 
@@ -63,7 +64,10 @@ class Fault:
     """A size that does not divide.
 
     Attributes:
-        size: what it is. over: mesh axes of its rule. ways: their product. remedies: in words, the nearest first.
+        size: what it is.
+        over: mesh axes of its rule.
+        ways: their product.
+        remedies: in words, the nearest first.
         padding: what --pad would do, in words; empty where it cannot be had.
     """
 
@@ -119,7 +123,8 @@ def refusal(
     """Why a model cannot be on a mesh: every fault, and the tensor axis at which there is none.
 
     Args:
-        sizes: of the parameters. rules_of: rules on a mesh.
+        sizes: of the parameters.
+        rules_of: rules on a mesh.
     """
     found = list(found)
     lines = [f"{name} cannot be on {mesh}:", *(f"  {fault}" for fault in found)]
@@ -148,7 +153,9 @@ def check_redundant(experts: int, redundant: int, ways: int) -> None:
     """Whether so many copies can be added to the experts of a model.
 
     Args:
-        experts: the model's. redundant: copies beside one of each. ways: ranks that share out an expert's copies.
+        experts: the model's.
+        redundant: copies beside one of each.
+        ways: ranks that share out an expert's copies.
 
     Raises:
         ShardingError: slots that do not divide over the ranks, more copies than ranks; with the nearest legal numbers.
@@ -217,7 +224,9 @@ def legal_meshes(
     Experts are split as far as they divide; where that is not data x tensor, they are copied over the rest.
 
     Args:
-        devices: ranks in all. rules_of: rules on a mesh. stages: the most pipeline stages, the model's layers.
+        devices: ranks in all.
+        rules_of: rules on a mesh.
+        stages: the most pipeline stages, the model's layers.
     """
     sizes = list(sizes)
     experts = [s.size for s in sizes if s.axis == "experts"]

@@ -42,8 +42,10 @@ class Mesh:
     """Sizes of the four directions, and how far experts are split.
 
     Attributes:
-        pipe: pipeline stages. data: copies of the model that share out the rows of a batch.
-        context: ranks that share out the tokens of a sequence. tensor: ranks that share out heads and widths.
+        pipe: pipeline stages.
+        data: copies of the model that share out the rows of a batch.
+        context: ranks that share out the tokens of a sequence.
+        tensor: ranks that share out heads and widths.
         experts: groups of experts, on the inner part of data x tensor; 0: all of it. That is the default because
             experts are nearly all of a model's bytes (96 % of K3's), and a smaller number keeps copies of them.
 
@@ -174,7 +176,11 @@ class Mesh:
         return {axis: math.prod(sizes[i + 1 :]) for i, axis in enumerate(self.axes)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each atomic axis."""
+        """Where a rank stands along each atomic axis.
+
+        Raises:
+            ShardingError: the mesh has no such rank.
+        """
         if not 0 <= rank < self.world:
             raise ShardingError(f"mesh {self}: no rank {rank}; there are 0 to {self.world - 1}.")
         return {axis: rank // self.strides[axis] % size for axis, size in self.axes.items()}

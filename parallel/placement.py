@@ -21,10 +21,13 @@ class Placement:
     """A tensor on a mesh.
 
     Attributes:
-        path: its name. axes: logical axis of each dim.
-        given: shape of the whole tensor. shape: the same, padded where an axis is.
+        path: its name.
+        axes: logical axis of each dim.
+        given: shape of the whole tensor.
+        shape: the same, padded where an axis is.
         dims: mesh axes that split each dim, the first of them outermost.
-        dtype: of its elements. mesh: of the ranks that hold it (of one stage, where there are stages).
+        dtype: of its elements.
+        mesh: of the ranks that hold it (of one stage, where there are stages).
     """
 
     path: str
@@ -116,7 +119,11 @@ def place(path: str, spec: ParamSpec, rules: Rules, dtype: torch.dtype, padding:
 
 
 def place_tree(specs: Any, rules: Rules, dtype: torch.dtype, padding: Padding | None = None, prefix: str = "") -> Any:
-    """`place` of every spec of a tree. Raises as `place`; `legality.faults` finds all faults at once."""
+    """`place` of every spec of a tree.
+
+    Raises:
+        ShardingError: the first that `place` refuses; `legality.faults` finds all faults at once.
+    """
     return tree.map_with_path(lambda path, spec: place(prefix + path, spec, rules, dtype, padding), specs)
 
 

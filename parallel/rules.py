@@ -25,6 +25,9 @@ class Rules:
         mapping: logical axis -> atomic mesh axes that split it, the first of them outermost; empty: whole everywhere.
         why: in words, for axes that have a reason on record.
         padding: physical sizes of logical axes that would not divide, see `legality.pad`.
+
+    Raises:
+        ShardingError: a rule names an axis that the mesh does not have, or one twice.
     """
 
     mesh: Mesh

@@ -41,7 +41,11 @@ def align(values: Sequence[Sharded], letters: Sequence[Sequence[Any]]) -> tuple[
 
 
 def whole(x: Sharded, *dims: int) -> None:
-    """Refuse a value that is split along one of these dimensions."""
+    """Refuse a value that is split along one of these dimensions.
+
+    Raises:
+        ShardingError: it is split; the message says what moves it.
+    """
     for dim in dims:
         if x.dims[dim]:
             raise ShardingError(

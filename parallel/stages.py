@@ -19,7 +19,7 @@ from kimi_graph.spec import ParamSpec
 
 
 class Step(Protocol):
-    """A part of a model's schedule."""
+    """A part of a model's schedule: the number of its layer, and names of the values it reads and writes."""
 
     @property
     def layer(self) -> int | None: ...
@@ -47,8 +47,11 @@ class Stage:
     """A range of layers.
 
     Attributes:
-        index: which stage. layers: its layers. first, last: whether it has the embedding, and the head.
-        cost: of its layers and ends, as it was split by. edge: what it hands on; None for the last.
+        index: which stage.
+        layers: its layers.
+        first, last: whether it has the embedding, and the head.
+        cost: of its layers and ends, as it was split by.
+        edge: what it hands on; None for the last.
     """
 
     index: int
@@ -94,7 +97,8 @@ def stage_of(step: Step, position: int, first_layer: int, ranges: Sequence[range
     """The stage that runs a part of a schedule: that of its layer; what comes before the layers is in the first.
 
     Args:
-        position: of the part in the schedule. first_layer: position of the first part that has a layer.
+        position: of the part in the schedule.
+        first_layer: position of the first part that has a layer.
     """
     if step.layer is None:
         return 0 if position < first_layer else len(ranges) - 1
@@ -140,8 +144,10 @@ def make_stages(
     """The stages of a model.
 
     Args:
-        costs: of each layer. ends: of what comes before the layers, and after.
-        spec_of: what a value of the schedule is. dtype: of specs that do not fix their own.
+        costs: of each layer.
+        ends: of what comes before the layers, and after.
+        spec_of: what a value of the schedule is.
+        dtype: of specs that do not fix their own.
 
     Raises:
         ShardingError: more stages than layers.

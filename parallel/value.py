@@ -136,7 +136,8 @@ class Sharded(Value):
         local: what one rank has of it.
         dims: mesh axes that split each dimension, the first outermost.
         partial: mesh axes along which each rank has a summand only, in the mesh's order.
-        source: line that made the pending sum. late: it may wait, see `annotate.summand`.
+        source: line that made the pending sum.
+        late: it may wait, see `annotate.summand`.
 
     Raises:
         ShardingError: a mesh axis is used twice.
@@ -195,7 +196,11 @@ class Sharded(Value):
         return self._reduced
 
     def sliced(self, dim: int, axes: Axes) -> "Sharded":
-        """With `dim` split over `axes`: a slice where it is split over the first of them or none, else refused."""
+        """With `dim` split over `axes`: a slice where it is split over the first of them or none, else refused.
+
+        Raises:
+            ShardingError: the dimension is split over other axes.
+        """
         have = self.dims[dim]
         if axes == have:
             return self

@@ -109,7 +109,11 @@ CASES = {
         deploy tiny-a3 -o notes
         deploy tiny-a3 --cann 7.0
     """,
-    "serve": "serve notes",
+    "serve": """
+        serve notes
+        serve tiny-a3
+        serve tiny --checkpoint tiny
+    """,
     "bringup": """
         bringup notes
         bringup tiny-a3 --deploy notes

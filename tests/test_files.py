@@ -255,3 +255,21 @@ def test_a_file_that_cannot_be_is_named_and_leaves_nothing(tmp_path, where, erro
         write_file(tmp_path / where, b"new")
     assert caught.value.filename in (str(tmp_path / where), str(tmp_path / "file"))
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_files_are_fetched_from_the_first_on_up_to_so_many_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "FETCHED", 4)
+    for name, size in (("a", 10), ("b", 10), ("c", 10)):
+        (tmp_path / name).write_bytes(bytes(size))
+    asked, done = [], threading.Event()
+
+    def advise(descriptor, at, size, advice):
+        asked.append((Path(f"/proc/self/fd/{descriptor}").readlink().name, at, size))
+        if asked[-1] == ("b", 4, 2):
+            done.set()
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    files.fetch_ahead([tmp_path / name for name in ("gone", "a", "b", "c")], 16)
+    assert done.wait(10)
+    assert asked == [("a", 0, 4), ("a", 4, 4), ("a", 8, 2), ("b", 0, 4), ("b", 4, 2)]

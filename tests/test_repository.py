@@ -1,6 +1,7 @@
 """What holds for the repository as a whole: who may import whom, links, packaging, words, docstrings, documents."""
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -51,10 +52,23 @@ def modules():
     return found
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text(), str(path))
+
+
+def statements(node):
+    """Every statement inside, at any depth; the expressions are nine tenths of a tree."""
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, field, ()):
+            yield inner
+            yield from statements(inner)
+
+
 def imports(name, path):
     """What a module imports, anywhere in its body and for type checkers too: `(line, full name, relative)`."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, False) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -268,9 +282,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 
 def test_every_module_says_what_it_is():
-    silent = [
-        n for n, path in modules().items() if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    silent = [n for n, path in modules().items() if path.stat().st_size and not ast.get_docstring(parsed(path))]
     assert not silent
 
 

@@ -270,6 +270,10 @@ def weights(
     kimi-graph weights build/tiny-a3
     kimi-graph weights build/k31-4 --checkpoint build/k31 --ranks 0-3 --verify
     """
+    from kimi_graph.compile.bundle import fetch_checkpoint
+
+    if ranks is None and not dry_run:
+        fetch_checkpoint(bundle, checkpoint)
     with without_collecting(), progress_shown(of_bytes=True) as progress:
         from kimi_graph.compile.write_weights import parse_ranks, write_weights
 

@@ -52,7 +52,8 @@ class Report:
     """A model on some targets.
 
     Attributes:
-        source: as it was named. outcomes: of every step, in order.
+        source: as it was named.
+        outcomes: of every step, in order.
         without: unknown keys of the config; all but its own step is of the model without them.
     """
 
@@ -76,11 +77,13 @@ class Report:
 
     @property
     def model(self) -> str:
+        """The config's name for the model; before there is a config, what it was called on the command line."""
         config = self.found(CONFIG)
         return self.source if config is None else config.name
 
     @property
     def title(self) -> str:
+        """The model and the targets it was tried on."""
         return f"{self.model} for {', '.join(t.name for t in self.targets)}"
 
     @property

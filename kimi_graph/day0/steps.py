@@ -23,7 +23,9 @@ class Found:
     """What a step found.
 
     Attributes:
-        words: a sentence. lines: the rest, for a reader. value: for later steps, and for the report.
+        words: a sentence.
+        lines: the rest, for a reader.
+        value: for later steps, and for the report.
         goes_on: what needs the step is tried though it failed, with the value.
     """
 
@@ -44,7 +46,8 @@ class Step:
     """One thing to try.
 
     Attributes:
-        run: gives what was found; a KimiGraphError is a finding too. needs: earlier steps whose values it takes.
+        run: gives what was found; a KimiGraphError is a finding too.
+        needs: earlier steps whose values it takes.
         seconds: what it takes on two cores for K3.1-Pro; the time that is left is told by it.
     """
 

@@ -56,9 +56,12 @@ class Trial:
     """A model on some targets.
 
     Attributes:
-        source: as it was named. work: an empty folder for fixtures and bundles.
-        wheel, cache: where torchair is; keep: what compiles make is kept there, and taken from there.
-        values: what steps gave to later ones. without: unknown keys of the config, which are left out.
+        source: as it was named.
+        work: an empty folder for fixtures and bundles.
+        wheel, cache: where torchair is.
+        keep: what compiles make is kept there, and taken from there.
+        values: what steps gave to later ones.
+        without: unknown keys of the config, which are left out.
     """
 
     source: str
@@ -120,6 +123,7 @@ class Trial:
         return Found(words=words, lines=lines, value=config)
 
     def audit(self) -> Found:
+        """The checkpoint's names, shapes and dtypes against the model's."""
         source, folder = Path(self.source), self.folder
         if folder is None:
             return Found(words=f"{self.source} is a config: there is no checkpoint to look into", state="skipped")
@@ -133,6 +137,7 @@ class Trial:
         return Found(words=report.summary, state=state, lines=tuple(lines), value=report)
 
     def fixture(self) -> Found:
+        """A small checkpoint with the dimensions of the model, in the released format."""
         config: ModelConfig = self.values[CONFIG]
         quantised = config.quant is not None
         made = make_fixture(config, self.work / "fixture", quantised=quantised, ways=WAYS)
@@ -143,6 +148,7 @@ class Trial:
     # ---- the model on a target ---------------------------------------------------------------------------------------
 
     def plan(self, t: Target) -> Found:
+        """The smallest deployment on a target, with its estimated times."""
         plan = make_plan(Ask(model=self.source, config=self.values[CONFIG], target=t))
         best = plan.best
         words = (
@@ -157,6 +163,7 @@ class Trial:
         return request_of(self.values[CONFIG], target=t) if plan is None else plan.best.request
 
     def operators(self, t: Target) -> Found:
+        """Who serves each operator of the model on a target."""
         report = cover(self.request(t), self._host.load())
         return Found(
             words=report.summary,
@@ -166,6 +173,7 @@ class Trial:
         )
 
     def graphs(self, t: Target) -> Found:
+        """Graphs of the whole model, on the plan's mesh: made and checked, not written."""
         request = self.request(t)
         request.check()
         manifest = compile_bundle(request, self._host, None, kept=self._kept)
@@ -176,6 +184,7 @@ class Trial:
     # ---- the fixture on a target -------------------------------------------------------------------------------------
 
     def bundle(self, t: Target) -> Found:
+        """The fixture compiled without a mesh."""
         return self._compiled(t, self.place(t, BUNDLE), None)
 
     def sharded(self, t: Target) -> Found:
@@ -216,6 +225,10 @@ class Trial:
         return Found(words=words, state=state, lines=tuple(lines), value=(made.manifest, proofs))
 
     def verify(self, t: Target, what: str) -> Found:
+        """A compiled fixture, executed on the CPU, against the model.
+
+        `what` is the bundle: that without a mesh, or the one on a mesh.
+        """
         fixture: Fixture = self.values[FIXTURE]
         one = what == BUNDLE
         report = verify_bundle(self.place(t, what), checkpoint=fixture.folder, steps=STEPS, bisect=one)

@@ -30,7 +30,8 @@ class StoredMix(Generic[Leaf]):
     """What the stored blocks give to some sites, before the running sum is known.
 
     Attributes:
-        peak: `[S, B, T]`, largest score. total: `[S, B, T]`, sum of `exp(score - peak)`.
+        peak: `[S, B, T]`, largest score.
+        total: `[S, B, T]`, sum of `exp(score - peak)`.
         sum: `[S, B, T, D]`, the sources in these proportions.
     """
 
@@ -48,12 +49,17 @@ def attn_residual_specs(embed: int, name: str) -> AttnResidual[ParamSpec]:
 
 
 def attn_residual(p: AttnResidual[Tensor], sources: Sequence[Tensor], eps: float) -> Tensor:
-    """The mix of the stored blocks and the running sum, `[B, T, D]` each: `[B, T, D]`."""
+    """The mix of the stored blocks and the running sum, `[B, T, D]` each: `[B, T, D]` (`ops.residual_mix`)."""
     return ops.residual_mix(list(sources), p.norm, p.query, eps)
 
 
 def stored_mix(sites: Sequence[AttnResidual[Tensor]], stored: Sequence[Tensor], eps: float) -> StoredMix[Tensor]:
-    """First phase: the sites of a block of layers read the stored blocks together, so that these are read once."""
+    """First phase: S sites of a block of layers read the stored blocks together, so that these are read once.
+
+    Args:
+        stored: N blocks, `[B, T, D]` each.
+        eps: epsilon of the sources' norm.
+    """
     aim_SD = torch.stack([at_least_f32(p.norm) * at_least_f32(p.query) for p in sites])
     values_NBTD = torch.stack([at_least_f32(x) for x in stored])
     scale_NBT = torch.rsqrt(values_NBTD.square().mean(-1) + as_f32(eps))
@@ -68,7 +74,14 @@ def stored_mix(sites: Sequence[AttnResidual[Tensor]], stored: Sequence[Tensor], 
 def merge_running(
     p: AttnResidual[Tensor], first: StoredMix[Tensor], site: int, running_BTD: Tensor, eps: float
 ) -> Tensor:
-    """Second phase, one site: the running sum joins by online softmax. Equal to `attn_residual` of all sources."""
+    """Second phase, one site: the running sum joins by online softmax. Equal to `attn_residual` of all sources.
+
+    Args:
+        site: which of the sites of `first` this is.
+
+    Returns:
+        `[B, T, D]` in the dtype of the running sum.
+    """
     value_BTD = at_least_f32(running_BTD)
     scale_BT = torch.rsqrt(value_BTD.square().mean(-1) + as_f32(eps))
     score_BT = torch.einsum("btd,d->bt", value_BTD, at_least_f32(p.norm) * at_least_f32(p.query)) * scale_BT

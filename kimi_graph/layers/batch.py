@@ -90,9 +90,15 @@ def step_batch(
     rope: tuple[RopeConfig, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Batch[Tensor]:
-    """The `Batch` of a step of at most `tokens` new tokens a row, for sequences that hold `before` tokens each.
+    """The `Batch` of a step of at most `tokens` new tokens a row.
 
     Args:
+        block_table: `[B, pages of a sequence]` int32.
+        slots: `[B]` int32.
+        before: `[B]` int64, tokens that the sequences hold already.
+        counts: `[B]` int64, new tokens of each row.
+        tokens: T, width of the rows.
+        page: tokens of a page.
         rope: rotation of the model and its channels; None: the model has none.
         dtype: of `cos` and `sin`.
     """
@@ -145,7 +151,7 @@ def turn(x: Tensor, batch: Batch[Tensor], interleaved: bool) -> Tensor:
 
 
 def zero_state(specs: Any, like: Tensor) -> Any:
-    """An empty state on the device of `like`; float64 where `like` is."""
+    """An empty state: zeros for every spec, on the device of `like` (`[...]`, any shape); float64 where `like` is."""
 
     def zeros(spec: ParamSpec) -> Tensor:
         return like.new_zeros(spec.shape, dtype=like.dtype if like.dtype == torch.float64 else spec.dtype)
@@ -154,7 +160,11 @@ def zero_state(specs: Any, like: Tensor) -> Any:
 
 
 def one_token(layer: str, x: Tensor) -> None:
-    """Refuse a step with more than one token a row."""
+    """Refuse a step `[B, T, ...]` with more than one token a row.
+
+    Raises:
+        ConfigError: T is not 1.
+    """
     if x.shape[1] != 1:
         raise ConfigError(f"{layer}: step=True takes one token a row, found {x.shape[1]}; use step=False for more.")
 
@@ -162,7 +172,11 @@ def one_token(layer: str, x: Tensor) -> None:
 def new_rows(
     layer: str, given: tuple[Any, Any], specs: Any, x: Tensor, rope: tuple[RopeConfig, int] | None = None
 ) -> tuple[Any, Batch[Tensor]]:
-    """State and batch of sequences that start with `x`, for a layer called with neither."""
+    """State and batch of sequences that start with `x`, `[B, T, D]`, for a layer called with neither.
+
+    Raises:
+        ConfigError: one of the two was given.
+    """
     if given != (None, None):
         raise ConfigError(
             f"{layer}: `state` or `batch` without the other; give both, or neither to start new sequences."

@@ -1,4 +1,8 @@
-"""Gated feed-forward layer, SwiGLU or SiTU. Axes: B sequences, T tokens, D embed, F ffn."""
+"""Gated feed-forward layer, SwiGLU or SiTU.
+
+Axes: B sequences, T tokens, D embed, F ffn.
+Source: SwiGLU (arXiv:2002.05202), section 2; for SiTU fact sheet of models, section 2.6. `source=`: released names.
+"""
 
 from typing import Generic
 
@@ -14,12 +18,15 @@ from kimi_graph.tree import Leaf, param_tree
 
 @param_tree
 class Ffn(Generic[Leaf]):
+    """Weights: `gate` and `up` `[F, D]`, `down` `[D, F]`."""
+
     gate: Leaf
     up: Leaf
     down: Leaf
 
 
 def ffn_specs(ffn: int, embed: int) -> Ffn[ParamSpec]:
+    """Specs of a layer of F = `ffn` channels between D = `embed`."""
     return Ffn(
         gate=weight((ffn, embed), "ffn embed", source="gate_proj.weight"),
         up=weight((ffn, embed), "ffn embed", source="up_proj.weight"),
@@ -28,7 +35,11 @@ def ffn_specs(ffn: int, embed: int) -> Ffn[ParamSpec]:
 
 
 def ffn(p: Ffn[Tensor], x_BTD: Tensor, situ: SituConfig | None = None) -> Tensor:
-    """`down(silu(gate x) * up x)` over the last dimension, or SiTU in place of silu: `[B, T, D]` -> `[B, T, D]`."""
+    """`down(silu(gate x) * up x)` over the last dimension: `[B, T, D]` -> `[B, T, D]`.
+
+    Args:
+        situ: bounds of SiTU, which then stands in place of `silu(gate x) * up x` (`ops.situ_mul`).
+    """
     gate_BTF = contract("btd,fd->btf", x_BTD, p.gate)
     up_BTF = contract("btd,fd->btf", x_BTD, p.up)
     if situ is None:

@@ -39,7 +39,9 @@ def short_convs(
     """`ops.short_conv` of several inputs, on stretches of tokens.
 
     Args:
-        inputs: `[B, T, H, C]` each. weights: `[H, C, U + 1]`. windows: `[S, H, C, U]`.
+        inputs: `[B, T, H, C]` each.
+        weights: `[H, C, U + 1]`.
+        windows: `[S, H, C, U]`.
 
     Returns:
         of each input the result and the next windows.
@@ -53,7 +55,7 @@ def short_convs(
 def kda_chunk(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, rows: Rows, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`ops.kda_chunk` on stretches of tokens."""
+    """`ops.kda_chunk` on stretches of tokens: `[B, T, H, V]`, and the next memory `[S, H, V, K]`."""
     given = (TOKENS, TOKENS, TOKENS, TOKENS, TOKENS[:3], STATE, *ROWS)
     run = shard_map(functools.partial(_scan, scale=scale), given, (TOKENS, STATE))
     return run(q, k, v, decay, beta, memory, *rows)

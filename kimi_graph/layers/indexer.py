@@ -25,6 +25,8 @@ from .stretches import POOL, best_of_all, cache_rows, check_length, own_pages, o
 
 @param_tree
 class Indexer(Generic[Leaf]):
+    """Weights: `query` `[I, K, Q]` and `weights` `[I, D]` of heads, one `key` `[K, D]` and its LayerNorm for all."""
+
     query: Leaf
     key: Leaf
     key_norm: Leaf
@@ -33,7 +35,10 @@ class Indexer(Generic[Leaf]):
 
 
 def indexer_specs(c: IndexerConfig, embed: int, query_latent: int) -> Indexer[ParamSpec]:
-    """Heads have an axis of their own: all of them are summed before tokens are chosen, so none may be split off."""
+    """Specs by the checkpoint's names, without what stands before `wk.weight`.
+
+    Heads have an axis of their own: all of them are summed before tokens are chosen, so none may be split off.
+    """
     stored = (c.heads * c.key, query_latent)
     axes = "index_heads _ query_latent"
     return Indexer(
@@ -69,7 +74,12 @@ def select(
     tokens of the sequence, and all keep the best of what they found.
 
     Args:
-        query_BTQ: the attention query's normalised low-rank form. index: `[P, page, K]`, cached keys of all tokens.
+        query_BTQ: the attention query's normalised low-rank form.
+        index: `[P, page, K]`, cached keys of all tokens.
+
+    Raises:
+        ConfigError: kernels that cannot run here.
+        ShardingError: in a step on a mesh, sequences whose pages do not divide, or that are too long to be exact.
     """
     own = ("batch", "index_queries", None)
     query_BTQ, x_BTD = constrain(query_BTQ, *own), constrain(x_BTD, *own)
@@ -97,7 +107,10 @@ def select_own(
     *,
     top_k: int,
 ) -> Tensor:
-    """`ops.select_keys` for the queries of this device, a stretch of each row's. The body of a `shard_map`."""
+    """`ops.select_keys` for the queries of this device, a stretch of each row's: `[B, T, J]` int32.
+
+    The body of a `shard_map`.
+    """
     rows = (block_table, *own_queries(q_BTIK, "index_queries", lengths, counts))
     return ops.select_keys(q_BTIK, weights_BTI, index, *rows, top_k)
 
@@ -112,9 +125,10 @@ def select_of_own(
     *,
     top_k: int,
 ) -> Tensor:
-    """`ops.select_keys` of a step's queries among the tokens of all devices. The body of a `shard_map`.
+    """`ops.select_keys` of a step's queries among the tokens of all devices: `[B, 1, J]` int32.
 
-    CANN's operator returns no scores of a paged cache; those of the few keys it chose are computed once more.
+    The body of a `shard_map`. CANN's operator returns no scores of a paged cache; those of the few keys it chose are
+    computed once more.
     """
     if ways(index, "cached") == 1:
         return ops.select_keys(q_BTIK, weights_BTI, index, block_table, lengths, counts, top_k)
@@ -128,7 +142,7 @@ def select_of_own(
 
 
 def rotate_front(c: IndexerConfig, x: Tensor, batch: Batch[Tensor]) -> Tensor:
-    """The first channels turned by position (attention itself keeps its rope channels last)."""
+    """The first channels of `[B, T, ..., K]` turned by position (attention itself keeps its rope channels last)."""
     if not c.rope:
         return x
     return torch.cat([turn(x[..., : c.rope], batch, c.interleaved), x[..., c.rope :]], -1)

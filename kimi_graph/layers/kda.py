@@ -26,7 +26,10 @@ from .stretches import own_stretch
 
 @param_tree
 class Kda(Generic[Leaf]):
-    """The output gate is one matrix (`gate`) or a product of two (`gate_down`, `gate_up`); the others are None."""
+    """Weights, in the order of the computation.
+
+    The output gate is one matrix (`gate`) or a product of two (`gate_down`, `gate_up`); the others are None.
+    """
 
     query: Leaf
     key: Leaf
@@ -47,6 +50,7 @@ class Kda(Generic[Leaf]):
 
 
 def kda_specs(c: KdaConfig, embed: int) -> Kda[ParamSpec]:
+    """Specs by the checkpoint's names within the layer: `q_proj.weight` is `[H, K, D]`, stored as `[H * K, D]`."""
     keys, values = c.heads * c.key, c.heads * c.value
     f32 = torch.float32
 
@@ -128,7 +132,8 @@ def kda(
         kernels: "torch" everywhere; "gpu": those of the extra `gpu`, see `gpu_kernels`.
 
     Raises:
-        ConfigError: kernels that cannot run here.
+        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone.
+        ShardingError: on a mesh, new tokens that do not divide over the devices that share them out.
     """
     if state is None or batch is None:
         specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)

@@ -28,7 +28,9 @@ class Provider:
     """Who computes a part of a layer with `kernels="gpu"`.
 
     Attributes:
-        part: of which layer. kernel: its name. package: who brings it, with its version.
+        part: of which layer.
+        kernel: its name.
+        package: who brings it, with its version.
         missing: why it cannot run here; empty where it can.
     """
 
@@ -61,7 +63,7 @@ def _found(module: str, name: str) -> tuple[str, str]:
 
 
 def on_gpu(layer: str, kernels: Kernels, x: Tensor) -> bool:
-    """Whether a layer is to run the GPU's kernels.
+    """Whether a layer whose input is `x`, `[B, T, D]`, is to run the GPU's kernels.
 
     Raises:
         ConfigError: they were asked for and cannot run, or `kernels` is neither choice.
@@ -95,13 +97,20 @@ def fla_kda(
     """Unit lengths, decay gate and recurrence in the kernels of fla-core; as `ops.l2_norm`, `kda_gate` and `kda_chunk`.
 
     Args:
-        q, k: `[B, T, H, K]`, of any length along K. v: `[B, T, H, V]`. raw: `[B, T, H, K]`, before the gate.
-        bias: `[H, K]`. log_rate: `[H]`. beta: `[B, T, H]` in (0, 1).
+        q, k: `[B, T, H, K]`, of any length along K.
+        v: `[B, T, H, V]`.
+        raw: `[B, T, H, K]`, before the gate.
+        bias: `[H, K]`.
+        log_rate: `[H]`.
+        beta: `[B, T, H]` in (0, 1).
         memory: `[S, H, V, K]` float32, which the kernels take as it is (V first).
         lower_bound: of the decay, at least -5; None: unbounded.
 
     Returns:
         `[B, T, H, V]`, zeros past the rows' counts, and the memory with the rows' slots updated.
+
+    Raises:
+        ConfigError: a lower bound that the kernels do not take.
     """
     from fla.ops.kda import chunk_kda, fused_recurrent_kda  # pyright: ignore[reportMissingImports]
 

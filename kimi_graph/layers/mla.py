@@ -31,8 +31,11 @@ from .stretches import POOL, in_order, merged, own_pages, own_places, own_querie
 
 @param_tree
 class Mla(Generic[Leaf]):
-    """`query_down` and `query_norm` are None where queries are projected by one matrix; `gate` without output gate;
-    `indexer` where the layer is dense or reuses another's selection."""
+    """Weights, in the order of the computation.
+
+    `query_down` and `query_norm` are None where queries are projected by one matrix; `gate` without output gate;
+    `indexer` where the layer is dense or reuses another's selection.
+    """
 
     query_down: Leaf | None
     query_norm: Leaf | None
@@ -46,6 +49,7 @@ class Mla(Generic[Leaf]):
 
 
 def mla_specs(c: MlaConfig, embed: int) -> Mla[ParamSpec]:
+    """Specs by the checkpoint's names within the layer: `kv_b_proj.weight` is `[H, N + V, L]`, a head's keys first."""
     keys, up, values = c.heads * c.key, c.key_nope + c.value, c.heads * c.value
     low = c.query_latent
     if low is None:
@@ -107,7 +111,9 @@ def mla(
         the selection too, None where the layer is dense.
 
     Raises:
-        ConfigError: kernels that cannot run here.
+        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone.
+        ShardingError: on a mesh, new tokens that do not divide over the devices that share them out, or a sequence
+            whose pages do not.
     """
     rotation = None if c.rope is None else (c.rope, c.key_rope)
     if state is None or batch is None:
@@ -163,17 +169,25 @@ QUERIES = ("batch", "queries", "heads", None)  # of a prefill
 def write_own(
     latent_BTL: Tensor, rope_BTR: Tensor, latent: Tensor, rope: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """`ops.cache_write` into this device's pools `[P, page, L]` and `[P, page, R]`. The body of a `shard_map`."""
     return ops.cache_write(latent_BTL, rope_BTR, latent, rope, own_rows(slot_mapping, latent))
 
 
 def write_own_index(key_BTK: Tensor, index: Tensor, slot_mapping: Tensor) -> Tensor:
+    """`ops.index_write` into this device's pool `[P, page, K]`. The body of a `shard_map`."""
     return ops.index_write(key_BTK, index, own_rows(slot_mapping, index))
 
 
 def whole_caches(
     latent: Tensor, rope: Tensor, index: Tensor | None, batch: Batch[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None, Batch[Tensor]]:
-    """Pools that hold the batch's sequences whole on every device, see `in_order`, and the batch in them."""
+    """Pools that hold the batch's sequences whole on every device, and the batch in them; see `in_order`.
+
+    Args:
+        latent: `[P, page, L]`.
+        rope: `[P, page, R]`.
+        index: `[P, page, K]`, or None.
+    """
     pools = [pool for pool in (latent, rope, index) if pool is not None]
     rows = ("batch", None, None)
     read = shard_map(in_order, (TABLE, ("batch",), *[POOL] * len(pools)), (TABLE, *[rows] * len(pools)))
@@ -200,7 +214,11 @@ def dense(
     *,
     step: bool,
 ) -> Tensor:
-    """Attention to all tokens up to each query: `[B, T, H, V]`."""
+    """Attention to all tokens up to each query: `[B, T, H, V]`.
+
+    Raises:
+        ConfigError: a step with more than one token a row.
+    """
     up_key_HNL, up_value_HVL = p.up[:, : c.key_nope], p.up[:, c.key_nope :]
     if step:
         one_token("mla", q_BTHN)
@@ -251,7 +269,7 @@ def attend_own(
     *,
     scale: float,
 ) -> Tensor:
-    """`ops.attention` of this device's queries. The body of a `shard_map`."""
+    """`ops.attention` of this device's queries: `[B, T, H, V]`. The body of a `shard_map`."""
     lengths, counts = own_queries(q_BTHN, "queries", lengths, counts)
     return ops.attention(q_BTHN, q_BTHR, k_BCHN, k_BCR, v_BCHV, lengths, counts, scale)
 
@@ -268,7 +286,7 @@ def attend_own_sparsely(
     *,
     scale: float,
 ) -> Tensor:
-    """`ops.sparse_attention` of this device's queries. The body of a `shard_map`."""
+    """`ops.sparse_attention` of this device's queries: `[B, T, H, L]`. The body of a `shard_map`."""
     rows = (block_table, *own_queries(q_BTHL, "queries", lengths, counts))
     return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)
 
@@ -306,7 +324,7 @@ def dense_own(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention to this device's tokens of each sequence. The body of a `shard_map`."""
+    """Attention to this device's tokens of each sequence: `[B, 1, H, L]`. The body of a `shard_map`."""
     if ways(latent, "cached") == 1:
         return ops.latent_attention(q_BTHL, q_BTHR, latent, rope, block_table, lengths, scale)
     table, held = own_pages(block_table, lengths, latent)
@@ -326,7 +344,7 @@ def sparse_own(
     *,
     scale: float,
 ) -> Tensor:
-    """Attention to those of the selected tokens that this device has. The body of a `shard_map`."""
+    """Attention to those of the selected tokens that this device has: `[B, 1, H, L]`. The body of a `shard_map`."""
     if ways(latent, "cached") == 1:
         rows = (block_table, lengths, counts)
         return ops.sparse_attention(q_BTHL, q_BTHR, latent, rope, selected_BTJ, *rows, scale)

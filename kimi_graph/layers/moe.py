@@ -134,7 +134,8 @@ def exchanged(
     The next chunk is sent before this one is computed, so that it is on its way meanwhile.
 
     Args:
-        count: experts of this device. run: what they make of rows and group sizes.
+        count: experts of this device.
+        run: what they make of rows and group sizes.
     """
     rows = x_NX.shape[0]
     starts = range(0, rows, -(-rows // chunks))
@@ -178,7 +179,8 @@ def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor, eps: float = 1e-5, table: T
     """`[B, T, D]` -> `[B, T, D]`: routed experts plus shared experts.
 
     Args:
-        eps: of the norm of latent experts. table: where there are copies of experts, see `copies`.
+        eps: of the norm of latent experts.
+        table: where there are copies of experts, see `copies`.
     """
     x_ND = constrain(x_BTD.flatten(0, 1), "token", None)
     scores_NE = contract("nd,ed->ne", at_least_f32(x_ND), at_least_f32(p.router))

@@ -45,7 +45,8 @@ def left_to_right(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Real tokens moved to the left of their row, in order, wherever they were.
 
     Args:
-        x: `[B, T, ...]`. mask: `[B, T]`, False or 0 at padding.
+        x: `[B, T, ...]`.
+        mask: `[B, T]`, False or 0 at padding.
 
     Returns:
         right-padded `[B, T, ...]` and counts `[B]` int64.
@@ -59,7 +60,7 @@ def left_to_right(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def right_to_left(x: Tensor, mask: Tensor) -> Tensor:
-    """The inverse of `left_to_right`; padding becomes zero."""
+    """The inverse of `left_to_right`: rows `[B, T, ...]` as they were; padding becomes zero."""
     order = _order(mask)
     positions = torch.arange(x.shape[1], device=x.device).expand_as(order)
     moved = _take(x, torch.empty_like(order).scatter_(1, order, positions))

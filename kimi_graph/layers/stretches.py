@@ -25,7 +25,7 @@ EXACT_F32 = 1 << 24  # whole numbers up to here are exact in float32
 
 
 def own_rows(slot_mapping: Tensor, pool: Tensor) -> Tensor:
-    """Cache rows of the new tokens within this device's pool; tokens of the others' pages go to the null page."""
+    """Cache rows `[B * T]` of the new tokens within this device's pool; those of others' pages go to the null page."""
     if ways(pool, "cached") == 1:
         return slot_mapping
     rows = pool.shape[0] * pool.shape[1]
@@ -35,7 +35,7 @@ def own_rows(slot_mapping: Tensor, pool: Tensor) -> Tensor:
 
 
 def own_stretch(x_BTD: Tensor) -> Tensor:
-    """Of a prefill's new tokens those whose queries are this device's, as many on each; all of them in a step.
+    """Of a prefill's new tokens `[B, T, D]` those whose queries are this device's, as many on each; all in a step.
 
     Raises:
         ShardingError: the tokens do not divide.
@@ -54,7 +54,8 @@ def own_queries(x: Tensor, axis: str, lengths: Tensor, counts: Tensor) -> tuple[
     """Where rows stand after this device's stretch of their new tokens, and how many of them are real: `[B]`, `[B]`.
 
     Args:
-        x: `[B, T, ...]`, of that stretch. axis: logical axis that splits it.
+        x: `[B, T, ...]`, of that stretch.
+        axis: logical axis that splits it.
     """
     if ways(x, axis) == 1:
         return lengths, counts
@@ -85,10 +86,13 @@ def own_pages(block_table: Tensor, lengths: Tensor, pool: Tensor) -> tuple[Tenso
 
 
 def in_order(block_table: Tensor, lengths: Tensor, *pools: Tensor) -> tuple[Tensor, ...]:
-    """Pools that hold every sequence of the batch whole, and their block table.
+    """The block table `[B, pages of a sequence]` of pools that hold every sequence of the batch whole, and these pools.
 
     Each device gives its pages of these sequences to the others: what a prefill reads, whose queries each see another
     number of tokens. On one device the pools as they are.
+
+    Raises:
+        ShardingError: the pages of a sequence do not divide.
     """
     count, page = ways(pools[0], "cached"), pools[0].shape[1]
     if count == 1:
@@ -123,8 +127,8 @@ def best_of_all(score_BTJ: Tensor, found_BTJ: Tensor, page: int) -> Tensor:
     """The J best of what all devices found: positions `[B, T, J]` int32, best first, equal scores in order of position.
 
     Args:
-        score_BTJ: float32, not smaller than `NO_SCORE`. found_BTJ: places among the tokens that this device holds; -1
-            after the last.
+        score_BTJ: float32, not smaller than `NO_SCORE`.
+        found_BTJ: places among the tokens that this device holds; -1 after the last.
     """
     count, top_k = ways(score_BTJ, "cached"), found_BTJ.shape[2]
     at = found_BTJ + found_BTJ // page * (page * (count - 1)) + own_index(score_BTJ, "cached", page).int()
@@ -147,7 +151,15 @@ def own_places(selected_BTJ: Tensor, pool: Tensor) -> Tensor:
 
 
 def check_length(block_table: Tensor, pool: Tensor) -> None:
-    """Refuse sequences whose positions are not exact in float32, in which they cross devices beside scores."""
+    """Refuse sequences whose positions are not exact in float32, in which they cross devices beside scores.
+
+    Args:
+        block_table: `[B, pages of a sequence]`.
+        pool: `[P, page, ...]`.
+
+    Raises:
+        ShardingError: a sequence may be longer than 2^24 tokens.
+    """
     if block_table.shape[1] * pool.shape[1] > EXACT_F32:
         raise ShardingError(
             f"sequences of {block_table.shape[1] * pool.shape[1]:,} tokens, selected from on several devices: "

@@ -94,6 +94,7 @@ class VisionTables(Generic[Leaf]):
 
 
 def vision_specs(c: VisionConfig, embed: int) -> Vision[ParamSpec]:
+    """Specs of tower and projector by the checkpoint's names; `embed` is E, the text model's width."""
     pixels, merged = 3 * c.patch**2, c.embed * math.prod(c.merge)
     split = (3, c.heads, c.head_dim)
 
@@ -172,7 +173,11 @@ def arrange_patches(c: VisionConfig, patches: Tensor, grid: Grid, room: int | No
 
 
 def token_order(c: VisionConfig, grid: Grid) -> Tensor:
-    """Where in (frame, row, column) order each patch of the token order lies: `[N]` int64."""
+    """Where in (frame, row, column) order each patch of the token order lies: `[N]` int64.
+
+    Raises:
+        ConfigError: `grid` is not a picture's.
+    """
     frames, height, width = grid
     if not 1 <= frames <= c.frames:
         raise ConfigError(f"grid {list(grid)}: {frames} frames; the time table has 1 to {c.frames}.")
@@ -196,6 +201,9 @@ def position_matrices(c: VisionConfig, height: int, width: int) -> tuple[Tensor,
     """Interpolation of the learned grid as two matrices, `[height, A]` and `[width, C]` float64.
 
     `rows @ grid @ columns.T` is torch's `interpolate` of that mode, with `align_corners` false and no antialiasing.
+
+    Raises:
+        ConfigError: the mode is neither "bilinear" nor "bicubic".
     """
     rows, columns = c.grid
     return _interpolation(height, rows, c.interpolation), _interpolation(width, columns, c.interpolation)
@@ -240,7 +248,8 @@ def vision_forward(p: Vision[Tensor], c: VisionConfig, patches_NP: Tensor, table
     """Embeddings of a picture's tokens, row by row: `[M, E]`; tokens past the real ones are anything finite.
 
     Args:
-        patches_NP: see `arrange_patches`. tables: of the same picture and room.
+        patches_NP: see `arrange_patches`.
+        tables: of the same picture and room.
     """
     x_ND = vision_embed(p, patches_NP, tables)
     for block in p.blocks:
@@ -324,7 +333,8 @@ def replace_rows(x_BTD: Tensor, rows_BT: Tensor, values_MD: Tensor) -> Tensor:
     """`x` with image embeddings in place of placeholders: `[B, T, D]`.
 
     Args:
-        rows_BT: see `vision_rows`. values_MD: embeddings of all pictures, in order; at least one row.
+        rows_BT: see `vision_rows`.
+        values_MD: embeddings of all pictures, in order; at least one row.
     """
     picked_BTD = F.embedding((rows_BT - 1).clamp(min=0), values_MD.to(x_BTD.dtype))
     return torch.where((rows_BT > 0)[..., None], picked_BTD, x_BTD)

@@ -20,7 +20,8 @@ class Counts:
     """Numbers of parameters.
 
     Attributes:
-        text: of the text model. embedding: of its token table.
+        text: of the text model.
+        embedding: of its token table.
         active: what a token goes through in the text model: `top_k` of each layer's experts, the token table included.
         vision, projector: of the vision tower, and of what leads from it to the text model.
         parts: of the text model by kind: "embed", "head", "norms", "residuals", "kda", "mla", "indexer", "dense",
@@ -37,7 +38,7 @@ class Counts:
 
 
 def parameter_counts(c: ModelConfig) -> Counts:
-    """Parameters of each part; those of draft layers do not count."""
+    """Numbers of parameters, from the specs alone: all, active for a token, and by part; without draft layers."""
     parts: Counter[str] = Counter()
     idle = vision = projector = 0
     for path, spec in tree.items(model_specs(c)):

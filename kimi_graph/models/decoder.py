@@ -48,7 +48,10 @@ class Block(Generic[Leaf]):
 
 @param_tree
 class Decoder(Generic[Leaf]):
-    """A whole model; `head` is None where it is tied to `embed`, `out_res` without attention residuals."""
+    """A whole model: `embed` `[V, D]`, the layers, the last norm and `head` `[V, D]`, None where it is tied to `embed`.
+
+    `out_res` is None without attention residuals, `vision` (a `layers.Vision`) in models of text alone.
+    """
 
     embed: Leaf
     layers: tuple[Block[Leaf], ...]
@@ -65,6 +68,7 @@ LayerState = KdaState[Tensor] | MlaState[Tensor]
 
 
 def block_specs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Block[ParamSpec]:
+    """Specs of a layer whose names in the checkpoint start with `prefix` (`model.layers.3.`)."""
     mixer, ffn = layer.mixer, layer.ffn
     kda = layers.kda_specs(mixer, c.embed) if isinstance(mixer, KdaConfig) else None
     mla = layers.mla_specs(mixer, c.embed) if isinstance(mixer, MlaConfig) else None
@@ -91,7 +95,7 @@ def block_specs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Block[ParamS
 
 @functools.lru_cache(maxsize=2)  # 0.1 s for K3, whose specs name 250,000 tensors
 def model_specs(c: ModelConfig) -> Decoder[ParamSpec]:
-    """Every parameter of the model, with the released checkpoint's names."""
+    """Every parameter of the model: shape, dtype, logical axes, and its name in the released checkpoint. No memory."""
     text = f"{c.names.prefix}model."
     vocab = (c.vocab, c.embed)
     return Decoder(
@@ -108,7 +112,9 @@ def state_specs(c: ModelConfig, *, slots: int, pages: int, page: int, dtype: tor
     """The state of every layer, in order: `KdaState` or `MlaState` of specs.
 
     Args:
-        slots: KDA slots, the null slot included. pages: cache pages, the null page included. page: tokens of a page.
+        slots: KDA slots, the null slot included.
+        pages: cache pages, the null page included.
+        page: tokens of a page.
         dtype: of windows and caches; the KDA memory is float32 (float64 when `dtype` is).
     """
 
@@ -129,7 +135,8 @@ class Use:
 
     Attributes:
         part: kind of part; equal kinds are the same computation with other weights.
-        prefix: of its parameters' names (`layers.3`). layer: number of its layer, whose state it has; else None.
+        prefix: of its parameters' names (`layers.3`).
+        layer: number of its layer, whose state it has; else None.
         reads, writes: names of values; a value nobody writes is an input of the model.
         frees: values that are not read after this.
     """
@@ -160,7 +167,8 @@ def schedule(c: ModelConfig, *, sparse: bool = False, vision: bool = False) -> t
     """The parts of the whole model in order.
 
     Args:
-        sparse: see `is_sparse`. vision: tokens may stand for rows of `vision.values`, as `vision.rows` says.
+        sparse: see `is_sparse`.
+        vision: tokens may stand for rows of `vision.values`, as `vision.rows` says.
     """
     inputs = ("tokens", "vision.rows", "vision.values") if vision else ("tokens",)
     uses = [Use(part="embed_vision" if vision else "embed", reads=inputs, writes=("x",))]
@@ -234,7 +242,13 @@ class How:
 def run_part(
     use: Use, c: ModelConfig, p: Mapping[str, Any], given: Sequence[Tensor], state: Any, batch: Batch[Tensor], how: How
 ) -> tuple[list[Tensor], Any]:
-    """One part: the values it writes, and its next state (None where it has none)."""
+    """One part: the values it writes, and its next state (None where it has none).
+
+    Args:
+        p: its parameters, see `part_params`.
+        given: the values it reads, in the order of `use.reads`: ids `[B, T]`, hidden states `[B, T, D]`, a selection.
+        state: of its layer.
+    """
     part = use.part.rstrip("0123456789").removesuffix("_shared")
     if part.endswith("_add"):
         return [given[0] + given[1]], None
@@ -286,7 +300,9 @@ def own_words(logits_BTV: Tensor, vocab: int, tokens: str | None) -> Tensor:
     """Minus infinity for words that only a padded vocabulary has: they never win, and weigh nothing.
 
     Args:
-        vocab: words that the model has. tokens: logical axis of T.
+        logits_BTV: `[B, T, V]`, V = `vocab` and what it was padded by.
+        vocab: words that the model has.
+        tokens: logical axis of T.
     """
     if logits_BTV.shape[-1] == vocab:
         return logits_BTV
@@ -373,5 +389,5 @@ def capacity_of(states: Sequence[Any], batch: Batch[Any]) -> int:
 
 
 def count_parameters(c: ModelConfig) -> int:
-    """Number of parameters of the text model, from the specs alone."""
+    """Number of parameters of the text model, from the specs alone; without draft layers and the vision tower."""
     return sum(spec.numel for spec in tree.leaves(tree.replace(model_specs(c), vision=None)))

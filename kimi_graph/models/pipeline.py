@@ -39,7 +39,8 @@ def model_stages(c: ModelConfig, stages: int, *, rows: int = 1, tokens: int = 1,
     They are split by the bytes of their parameters: what a rank has to hold, and most of what a decode step reads.
 
     Args:
-        rows, tokens: of a step, of all ranks together; they size the edges. sparse: see `decoder.is_sparse`.
+        rows, tokens: of a step, of all ranks together; they size the edges.
+        sparse: see `decoder.is_sparse`.
 
     Raises:
         ShardingError: more stages than layers.

@@ -32,7 +32,8 @@ class State(Generic[Leaf]):
     Attributes:
         layers: a `KdaState` or `MlaState` per layer.
         lengths: `[B]` int64, tokens seen.
-        slots: `[B]` int32. block_table: `[B, pages of a sequence]` int32.
+        slots: `[B]` int32.
+        block_table: `[B, pages of a sequence]` int32.
         page: tokens of a page.
     """
 
@@ -207,7 +208,8 @@ def prefill(
         of that and a dict of the tapped tensors by name.
 
     Raises:
-        ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state.
+        ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state, a state of
+            another dtype than the parameters', images that do not fit their placeholders.
     """
     if mask is not None and cu_seqlens is not None:
         raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
@@ -278,7 +280,18 @@ def decode(
     taps: Iterable[str] | None = None,
     donate: bool = False,
 ) -> Any:
-    """One more token for every sequence: `[B]` int64 -> logits `[B, V]` and the next state (see `prefill`)."""
+    """One more token for every sequence; the mathematics is `prefill`'s, the path is the one for a single token.
+
+    Args:
+        token: `[B]` int64.
+        taps, donate: see `prefill`.
+
+    Returns:
+        logits `[B, V]` and the next state; with `taps` as `prefill`.
+
+    Raises:
+        ConfigError: see `prefill`.
+    """
     _check_tokens(token, "decode", "[B], one id per sequence", 1)
     counts = torch.ones_like(token)
     logits, after, found = _run(

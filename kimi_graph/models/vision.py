@@ -37,7 +37,7 @@ def vision_part_params(use: Use, p: Vision[Any]) -> Any:
 
 
 def run_vision_part(use: Use, c: VisionConfig, p: Any, x: Tensor, tables: VisionTables[Tensor]) -> Tensor:
-    """One part of the tower, for a single frame."""
+    """One part of the tower, for a single frame: `[N, P]` or `[N, D]` -> `[N, D]`, or `[M, E]` of the last part."""
     if use.part == "vision_block":
         return vision_block(p, c, x, tables)
     nothing = dict.fromkeys(f.name for f in dataclasses.fields(Vision))

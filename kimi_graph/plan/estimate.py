@@ -37,7 +37,9 @@ class Part:
     """A kind of part as it is traced on a mesh.
 
     Attributes:
-        works: its nodes. peak: the most bytes it needs at once beside its inputs. scores: bytes of index scores.
+        works: its nodes.
+        peak: the most bytes it needs at once beside its inputs.
+        scores: bytes of index scores.
     """
 
     works: tuple[Work, ...]
@@ -133,17 +135,21 @@ class Spent:
 
     @property
     def seconds(self) -> float:
+        """All of it."""
         return sum(self.by.values())
 
     @property
     def bound(self) -> str:
+        """What most of it goes to."""
         return max(self.by, key=lambda k: self.by[k], default="nothing")
 
     def times(self, n: float) -> "Spent":
+        """`n` times as much of everything."""
         return Spent({k: v * n for k, v in self.by.items()})
 
 
 def together(parts: Iterable[Spent]) -> Spent:
+    """The sum of several."""
     found: Counter[str] = Counter()
     for part in parts:
         for k, v in part.by.items():
@@ -243,8 +249,10 @@ class Step:
     """One step of a bucket.
 
     Attributes:
-        stages: of each pipeline stage. edges: seconds to hand values on.
-        kinds: of each kind of part, in all stages: how often, and one of them. loads: its FLOP and bytes from HBM.
+        stages: of each pipeline stage.
+        edges: seconds to hand values on.
+        kinds: of each kind of part, in all stages: how often, and one of them.
+        loads: its FLOP and bytes from HBM.
     """
 
     bucket: Bucket
@@ -260,10 +268,12 @@ class Step:
 
     @property
     def slowest(self) -> float:
+        """Seconds of the slowest stage, with its share of the edges: what a full pipeline gives a step in."""
         return max(s.seconds for s in self.stages) + self.edges / max(1, len(self.stages) - 1)
 
     @property
     def spent(self) -> Spent:
+        """Of all stages one after another, and of the edges between them."""
         return together([*self.stages, Spent({"stage edges": self.edges} if self.edges else {})])
 
 
@@ -309,9 +319,12 @@ class Prefill:
     """Time of prefills of one sequence for each of `data`.
 
     Attributes:
-        a, b: seconds of T tokens are `fill + a T + b T^2`. fill: until the last stage has the first chunk.
-        chunk: tokens of a step. bound: of the slowest stage of the last chunk at the longest context.
-        image: seconds of a picture in the vision tower; 0 without. image_tokens: that it becomes.
+        a, b: seconds of T tokens are `fill + a T + b T^2`.
+        fill: until the last stage has the first chunk.
+        chunk: tokens of a step.
+        bound: of the slowest stage of the last chunk at the longest context.
+        image: seconds of a picture in the vision tower; 0 without.
+        image_tokens: that it becomes.
     """
 
     a: float
@@ -325,6 +338,7 @@ class Prefill:
     image_tokens: int = 0
 
     def seconds(self, tokens: int) -> float:
+        """Until the first token of a prompt, in seconds."""
         return self.fill + self.a * tokens + self.b * tokens**2
 
     @property
@@ -402,6 +416,7 @@ class Decode:
 
     @property
     def seconds(self) -> float:
+        """A token, in seconds, at the median step."""
         return self.median.seconds
 
     def tokens_per_second(self, devices: int) -> float:

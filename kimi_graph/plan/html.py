@@ -219,6 +219,7 @@ def _short(x: float) -> str:
 
 
 def ttft_picture(plan: Plan) -> str:
+    """Seconds to the first token against tokens of a prompt, of every mesh, and the law of the best one."""
     lines = [(str(o.choice), [(float(n), o.prefill.seconds(n)) for n in lengths(plan)]) for o in plan.options]
     p = plan.best.prefill
     where = "never" if p.b == 0 else f"at {p.equal:,.0f} tokens"

@@ -40,9 +40,13 @@ class Line:
     """Bytes of a rank.
 
     Attributes:
-        name: `layers.*.kda.query`. kind: "weights", "states" or "buffers". part: what of the model it belongs to.
-        derivation: how the bytes come about, in words. whole: every rank of the stage has the same.
-        layout: in which a weight lies. taken: in which the operators that read it take it.
+        name: `layers.*.kda.query`.
+        kind: "weights", "states" or "buffers".
+        part: what of the model it belongs to.
+        derivation: how the bytes come about, in words.
+        whole: every rank of the stage has the same.
+        layout: in which a weight lies.
+        taken: in which the operators that read it take it.
     """
 
     name: str
@@ -71,6 +75,7 @@ class StageLedger:
 
     @property
     def total(self) -> int:
+        """Bytes of all lines."""
         return sum(line.bytes for line in self.lines)
 
     def laid_out(self, wrong: bool) -> int:
@@ -98,6 +103,7 @@ class Ledger:
 
     @property
     def fullest(self) -> StageLedger:
+        """The stage whose ranks hold most."""
         return max(self.stages, key=lambda s: s.total)
 
     def with_buffers(self, lines: Mapping[int, tuple[Line, ...]]) -> "Ledger":
@@ -146,7 +152,8 @@ def make_ledger(request: Request) -> Ledger:
     """Weights and states of every stage. The request is not checked (`Request.check`).
 
     Raises:
-        ShardingError: a size that does not divide. CompileError: a choice that cannot be.
+        ShardingError: a size that does not divide.
+        CompileError: a choice that cannot be.
     """
     b = buckets_of(request)[0]
     layout = request.placed
@@ -173,7 +180,9 @@ class Read(NamedTuple):
     """A weight that a part reads: of which parameter (below the part's prefix), and what becomes of it.
 
     Attributes:
-        steps: what is done to its bytes, in the name. share: numbers of it in those of the parameter. dtype: as read.
+        steps: what is done to its bytes, in the name.
+        share: numbers of it in those of the parameter.
+        dtype: as read.
         readers: operators, and which argument of theirs it is.
     """
 
@@ -194,7 +203,8 @@ def weights_read(c: ModelConfig, phase: str, sparse: bool, images: int, patches:
     """What each kind of part of a phase reads, by tracing it without a mesh.
 
     Args:
-        sparse: whether keys are selected. images, patches: of models with vision.
+        sparse: whether keys are selected.
+        images, patches: of models with vision.
     """
     page, top_k = 16, [m.indexer.top_k for m in (x.mixer for x in c.layers) if isinstance(m, MlaConfig) and m.indexer]
     pages = max(1, min(top_k, default=0) // page) + sparse  # as short as it can be: sizes of weights do not change
@@ -274,7 +284,8 @@ class Census:
     """The weights that graphs of some phases read, whatever the mesh.
 
     Attributes:
-        by_layer: of each layer. ends: beside the layers, of the first stage and of the last.
+        by_layer: of each layer.
+        ends: beside the layers, of the first stage and of the last.
         alike: for each layer the first one that is configured alike and has weights of the same kinds.
     """
 
@@ -461,7 +472,9 @@ def hybrid_page(c: ModelConfig, tensor: int, number: int, multiple: int = 128) -
     """Tokens of a page of attention that is as large as a KDA slot: engines that keep both in one pool need that.
 
     Args:
-        tensor: ranks that share out heads of KDA. number: bytes of a number of the cache. multiple: of tokens.
+        tensor: ranks that share out heads of KDA.
+        number: bytes of a number of the cache.
+        multiple: of tokens.
     """
     kda = [x.mixer for x in c.layers if isinstance(x.mixer, KdaConfig)]
     mla = next(x.mixer for x in c.layers if isinstance(x.mixer, MlaConfig))

@@ -24,6 +24,7 @@ MORE_BATCH = (1, 8, 32, 128)
 
 
 def plan_text(plan: Plan) -> str:
+    """The plan for a reader: what it takes, the best mesh, its times by what they go to, and the other meshes."""
     o, ask = plan.best, plan.ask
     lines = [
         f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name} ({ask.target.product}, "
@@ -364,6 +365,7 @@ def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
 
 
 def plan_json(plan: Plan) -> Any:
+    """The same for a program; seconds and bytes."""
     ask = plan.ask
     return {
         "model": ask.config.name,
@@ -391,6 +393,7 @@ def plan_json(plan: Plan) -> Any:
 
 
 def option_json(plan: Plan, o: Option) -> dict[str, Any]:
+    """One mesh of a plan; seconds and bytes."""
     p, d = o.prefill, o.decode
     return {
         "mesh": str(o.choice.mesh),
@@ -412,6 +415,7 @@ def option_json(plan: Plan, o: Option) -> dict[str, Any]:
 
 
 def step_json(step: Step) -> dict[str, Any]:
+    """Times of a step in seconds: of all of it, by what they go to, of stages and of kinds of parts."""
     return {
         "seconds": step.seconds,
         "by": dict(step.spent.by),

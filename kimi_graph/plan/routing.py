@@ -21,8 +21,8 @@ class Routing:
     """Of the rows of one step in one layer.
 
     Attributes:
-        rows: of the busiest rank, in means of all ranks. touched: the part of its experts that have any row, of the
-            rank that has most such.
+        rows: of the busiest rank, in means of all ranks.
+        touched: the part of its experts that have any row, of the rank that has most such.
     """
 
     rows: float = 1.0

@@ -44,9 +44,11 @@ class Ask:
     """What is wanted.
 
     Attributes:
-        model: as it was named. devices: dies; None: as few as will do.
+        model: as it was named.
+        devices: dies; None: as few as will do.
         batch: sequences; None: one for each device, one where devices are free.
-        max_len: tokens of the longest; None: 4,096. ttft, tpot: seconds that must be kept, with `max_len` tokens.
+        max_len: tokens of the longest; None: 4,096.
+        ttft, tpot: seconds that must be kept, with `max_len` tokens.
         mesh: the only one, with its choices; None: the best.
         weights_format: None: the smallest exact form that a kernel takes.
     """
@@ -73,6 +75,7 @@ class Ask:
 
     @property
     def length(self) -> int:
+        """Tokens of the longest sequence."""
         return min(4096, self.config.max_len) if self.max_len is None else self.max_len
 
 
@@ -81,7 +84,9 @@ class Option:
     """A mesh that was traced.
 
     Attributes:
-        request: as `compile` would make both phases of it. ledger: of both. decode: of its batch at its longest.
+        request: as `compile` would make both phases of it.
+        ledger: of both.
+        decode: of its batch at its longest.
         prefill: of graphs for prefill alone, one sequence for each of dp.
     """
 
@@ -103,6 +108,7 @@ class Option:
 
     @property
     def tpot(self) -> float:
+        """Seconds a token."""
         return self.decode.seconds
 
     def lacks(self, rows: int, context: int) -> int:
@@ -160,7 +166,8 @@ def evaluate(ask: Ask, sieve: Sieve, choice: Choice) -> Option:
     """Trace a mesh, with the longest prefill step that leaves room.
 
     Raises:
-        ShardingError, CompileError: the mesh cannot be. PlanError: it does not fit.
+        ShardingError, CompileError: the mesh cannot be.
+        PlanError: it does not fit.
     """
     memory = ask.target.memory_bytes
     while True:
@@ -223,6 +230,7 @@ def sequences(rows: int, length: int) -> str:
 
 
 def gib(size: float) -> str:
+    """Bytes, in words."""
     return f"{size / GIB:,.2f} GiB"
 
 
@@ -234,9 +242,11 @@ class Plan:
     """What was found.
 
     Attributes:
-        options: traced meshes, the best for both phases first. legal: how many there are, and of them `fitting`.
+        options: traced meshes, the best for both phases first.
+        legal: how many there are, and of them `fitting`.
         others: those that should fit too, by what they promise; not traced.
-        devices: dies. fewer: why fewer do not do; empty where the number was given.
+        devices: dies.
+        fewer: why fewer do not do; empty where the number was given.
         bare: the fewest dies that would do if dies could be had one by one; 0 where nobody asked.
         tried: what became of context parallelism, padding and copies of experts, in words.
     """
@@ -254,6 +264,7 @@ class Plan:
 
     @property
     def best(self) -> Option:
+        """The mesh to take."""
         return self.options[0]
 
     @property

@@ -55,8 +55,10 @@ class Choice:
     """A mesh, and how rows and caches lie on it.
 
     Attributes:
-        chunk: tokens of a prefill step, all rows in one bundle. chunks: parts in which rows go to experts.
-        pad: the vocabulary is padded. copies: of experts, in each layer.
+        chunk: tokens of a prefill step, all rows in one bundle.
+        chunks: parts in which rows go to experts.
+        pad: the vocabulary is padded.
+        copies: of experts, in each layer.
     """
 
     mesh: Mesh
@@ -118,7 +120,8 @@ class Sieve:
     """Meshes for a request without one (`base`): rows, length, formats and flags of all.
 
     Args:
-        chunk: tokens of a prefill step; None: what suits each mesh. progress: told of meshes that are looked at.
+        chunk: tokens of a prefill step; None: what suits each mesh.
+        progress: told of meshes that are looked at.
 
     Raises:
         ConfigError: nothing of a die is left beside what driver and runtime take.
@@ -204,6 +207,7 @@ class Sieve:
         return choice
 
     def fits(self, choice: Choice) -> bool:
+        """Whether the fullest rank has room for what it holds and for what it works with."""
         return self.held(choice) + self._working(choice) <= self.room
 
     def _working(self, choice: Choice) -> float:

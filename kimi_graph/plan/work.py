@@ -29,9 +29,12 @@ class Work:
     """One node.
 
     Attributes:
-        name: of the operator. source: line of the layer.
-        cube: FLOP of matrix products, in `dtype` ("bf16", "fp32", "fp8"). vector: element-wise operations.
-        weights, states: bytes from and to HBM. moved: bytes of other tensors.
+        name: of the operator.
+        source: line of the layer.
+        cube: FLOP of matrix products, in `dtype` ("bf16", "fp32", "fp8").
+        vector: element-wise operations.
+        weights, states: bytes from and to HBM.
+        moved: bytes of other tensors.
         experts: the node works on rows of experts: its rows, and weights, depend on routing.
         issued: the collective that it is.
     """

@@ -62,6 +62,7 @@ class AllRows(MlaCache):
         }
 
     def get_attn_backend(self) -> type[PagesBackend]:
+        """Asked by the engine."""
         return _backend(self.row)
 
     def states(self) -> dict[str, Tensor]:

@@ -84,9 +84,13 @@ class Settings:
     """What an engine was told, as far as graphs depend on it.
 
     Attributes:
-        page: tokens of a page. pages: in all; None: the engine counts them by its memory.
-        length: tokens of the longest sequence. sequences, tokens: of a step, at most.
-        dtype: of the model in the engine. mesh: of its ranks. pictures: that a prompt may have.
+        page: tokens of a page.
+        pages: in all; None: the engine counts them by its memory.
+        length: tokens of the longest sequence.
+        sequences, tokens: of a step, at most.
+        dtype: of the model in the engine.
+        mesh: of the engine's ranks.
+        pictures: that a prompt may have.
     """
 
     page: int
@@ -141,8 +145,8 @@ class Graphs:
         """A bundle with the checkpoint that is served by it.
 
         Raises:
-            BundleError: no bundle, a damaged one, one that no engine can call, or one of another model. ConfigError:
-                the checkpoint's config.json cannot be read.
+            BundleError: no bundle, a damaged one, one that no engine can call, or one of another model.
+            ConfigError: the checkpoint's config.json cannot be read.
         """
         bundle = open_bundle(choice.bundle)
         with as_written(choice.bundle):
@@ -159,10 +163,12 @@ class Graphs:
 
     @property
     def where(self) -> Path:
+        """The manifest's file."""
         return self.bundle.folder / MANIFEST
 
     @property
     def contract(self) -> Mapping[str, Any]:
+        """Of states, as the manifest has it."""
         return self.bundle.manifest["state"]
 
     @property
@@ -222,27 +228,31 @@ class Graphs:
             )
         if not self.hybrid:
             return
-        least = self.least_page
+        self._check_memories()
+
+    def _check_memories(self) -> None:
+        """Whether pages hold memories: one table of pages is all that an engine has."""
+        where, state, least, step = self.where, self.contract, self.least_page, self.settings.tokens
+        page, slots, pages = state["page_tokens"], state["slots"], state["pages"]
         if least > MOST_PAGE:
             raise BundleError(
-                f"{where}: a page has to hold the memories of all KDA layers, which takes {least:,} tokens; a bundle's "
-                f"have at most {MOST_PAGE:,}."
+                f"{where}: a page of the engine holds the memories of all KDA layers, which takes {least:,} tokens; a "
+                f"bundle's pages have at most {MOST_PAGE:,}."
             )
-        if (page := state["page_tokens"]) < least:
-            raise BundleError(
-                f"{where}: state.page_tokens is {page}; a page of the engine has to hold the memories of all KDA "
-                f"layers, at least {least}: compile it with --page {least}."
-            )
-        if state["slots"] != state["pages"]:
-            raise BundleError(
-                f"{where}: state.slots is {state['slots']}, state.pages {state['pages']}; the engine keeps memories in "
-                f"its pages: compile it with --slots {state['pages']} --pages {state['pages']}."
-            )
-        if (tokens := self.settings.tokens) < page:
-            raise BundleError(
-                f"{where}: a step of prefill has at most {tokens} tokens, a page {page}; the engine reads up to the "
-                f"end of a page at once: compile it with --chunk {-(-page // self.settings.sequences)}."
-            )
+        for fault in (
+            page < least and f"state.page_tokens is {page}; a page holds all memories from {least} on",
+            slots != pages and f"state.slots is {slots}, state.pages {pages}; each page of the engine may be a slot",
+            step < page and f"a step of prefill has {step} tokens, a page {page}; the engine reads to its end at once",
+        ):
+            if fault:
+                raise BundleError(f"{where}: {fault}. Compile it with {self._sizes(max(page, least))}.")
+
+    def _sizes(self, page: int) -> str:
+        """Sizes with which compile makes a bundle that fits, of as many and as long sequences as this one."""
+        rows, (prefill, *_) = self.settings.sequences, self.gears["prefill"]
+        pages = rows * (-(-self.settings.length // page) + 2) + 1  # two of a sequence are memories, one is nobody's
+        chunk = max(prefill.tokens, -(-page // rows))
+        return f"--page {page} --pages {pages} --slots {pages} --chunk {chunk}"
 
     @property
     def least_page(self) -> int:
@@ -339,7 +349,9 @@ def inputs_of(call: Call, graphs: Graphs, tokens: Tensor, table: Tensor, slots: 
     """What a graph is given besides weights and states; rows that are left are nobody's.
 
     Args:
-        tokens: `[N]` of the step. table: `[R, pages]` of each request, in order. slots: `[R]`.
+        tokens: `[N]` of the step.
+        table: `[R, pages]` of each request, in order.
+        slots: `[R]`.
     """
     rows, state = call.gear.rows, graphs.contract
     page, most = state["page_tokens"], state["pages_per_sequence"]
@@ -376,8 +388,9 @@ class Runner(Protocol):
         """Logits `[B, V]` of each row's last token.
 
         Args:
-            given: see `inputs_of`. states: by name, `[slots, ..]` and `[pages, page, ..]`, as the engine's caches hold
-                them: views with any strides. They are written where they lie.
+            given: see `inputs_of`.
+            states: by name, `[slots, ..]` and `[pages, page, ..]`, as the engine's caches hold them: views with any
+                strides. They are written where they lie.
         """
         ...
 
@@ -386,7 +399,8 @@ def runner_for(graphs: Graphs, folder: Path, device: torch.device) -> Runner:
     """What runs graphs on a device, with the weights of a checkpoint.
 
     Raises:
-        BundleError: nothing here does. CheckpointError: the checkpoint is not the model's.
+        BundleError: nothing here does.
+        CheckpointError: the checkpoint is not the model's.
     """
     if device.type != "cpu":
         raise BundleError(
@@ -422,6 +436,7 @@ class CpuRunner:
         }
 
     def call(self, phase: str, given: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> Tensor:
+        """Logits `[B, V]` of each row's last token, see `Runner.call`."""
         given = {**self.constant, **given}
         if self.graphs.mode == "native":
             seen = {name: x.view(self.shapes[name]) for name, x in states.items()}

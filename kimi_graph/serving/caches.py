@@ -35,6 +35,7 @@ def kda_shapes(c: KdaConfig, ways: int) -> Shapes:
 
 
 def kda_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of the memory, and of the windows of query, key and value."""
     return (torch.float32, dtype, dtype, dtype)
 
 
@@ -87,7 +88,8 @@ class Pages:
     """What the engine says of a step to a layer with pages.
 
     Attributes:
-        starts, lengths: see `rows.rows_of`. block_table: `[R, pages]`.
+        starts, lengths: see `rows.rows_of`.
+        block_table: `[R, pages]`.
     """
 
     starts: list[int]
@@ -96,6 +98,8 @@ class Pages:
 
 
 class PagesBuilder(AttentionMetadataBuilder[Pages]):
+    """What the engine knows of a step's pages, as `Pages`."""
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 

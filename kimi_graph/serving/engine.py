@@ -39,6 +39,11 @@ from .rows import Rows, reads_new_pages, rows_of
 
 @functools.lru_cache(maxsize=4)
 def config_of(folder: str) -> ModelConfig:
+    """The config in a checkpoint's folder.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
     return load_config(Path(folder))
 
 
@@ -115,6 +120,7 @@ class KimiGraphForCausalLM(nn.Module):
         return self._outside(head, {head.reads[0]: hidden_states[None]})
 
     def make_empty_intermediate_tensors(self, batch_size: int, dtype: torch.dtype, device: Any) -> IntermediateTensors:
+        """Room for what the stage before hands on, `[batch_size, D]` each."""
         return IntermediateTensors(self._empty(self.place.reads(sparse=True), batch_size, device))
 
     # ---- a step ----

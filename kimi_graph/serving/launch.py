@@ -57,9 +57,15 @@ class Launch:
     """A server that can be started.
 
     Attributes:
-        folder: checkpoint. name: of the model in requests. host, port: where it listens.
-        max_len: longest sequence in tokens; None: the model's own. mesh: of the engine's ranks.
-        graphs: of a bundle that the engine is to call; its checkpoint is the folder.
+        folder: checkpoint.
+        name: of the model in requests.
+        host, port: where it listens.
+        max_len: longest sequence in tokens; None: the model's own.
+        mesh: of the engine's ranks.
+        graphs: of a bundle that the engine is to call; the folder is its checkpoint.
+
+    Raises:
+        ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
     """
 
     folder: Path
@@ -103,6 +109,7 @@ class Launch:
 
     @property
     def address(self) -> str:
+        """Where it answers, as a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 

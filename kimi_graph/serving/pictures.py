@@ -55,6 +55,8 @@ class Processor(ProcessorMixin):
 
 
 class Info(BaseProcessingInfo):
+    """What the engine asks about pictures before there are any."""
+
     @functools.cached_property
     def vision(self) -> VisionConfig:
         found = config_of(self.ctx.model_config.model).vision
@@ -93,6 +95,8 @@ def placeholder() -> str:
 
 
 class Pictures(BaseMultiModalProcessor[Info]):
+    """Pictures of a request as patches, and the placeholders that stand for them among the tokens."""
+
     def _get_mm_fields_config(self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
         grid = hf_inputs.get("grid", torch.empty(0, 3, dtype=torch.int64))
         return {

@@ -24,7 +24,10 @@ class Place:
     """Where a rank stands.
 
     Attributes:
-        config: of the model. mesh: of all ranks of the engine. stage: pipeline stage. rank: within the stage.
+        config: of the model.
+        mesh: of all ranks of the engine.
+        stage: pipeline stage.
+        rank: within the stage.
     """
 
     config: ModelConfig
@@ -34,14 +37,17 @@ class Place:
 
     @property
     def layers(self) -> range:
+        """Layers of this stage, in the model's numbering."""
         return model_stages(self.config, self.mesh.pipe)[self.stage].layers
 
     @property
     def first(self) -> bool:
+        """Whether it has the embedding."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
+        """Whether it has the head."""
         return self.stage == self.mesh.pipe - 1
 
     # ---- parts ----

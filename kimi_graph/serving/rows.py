@@ -94,7 +94,8 @@ def reads_new_pages(block_table: Tensor, before: Tensor, counts: Tensor, page: i
     """Whether a request reads pages that another writes in this step: a prefix that was found before it is computed.
 
     Args:
-        block_table: `[R, P]`. before, counts: `[R]`, see `Rows`.
+        block_table: `[R, P]`.
+        before, counts: `[R]`, see `Rows`.
     """
     column = torch.arange(block_table.shape[1], device=block_table.device)
     before, counts = before.to(column.device), counts.to(column.device)

@@ -12,6 +12,7 @@ from kimi_graph.compile.bundle import (
     WEIGHTS,
     check_place,
     dump,
+    fetch_checkpoint,
     file_hash,
     open_bundle,
     read_json,
@@ -163,3 +164,29 @@ def test_files_that_no_bundle_has_are_not_thrown_away(tmp_path):
         check_place(tmp_path / "b" / "inner")
     (tmp_path / "b" / "notes.txt").unlink()
     check_place(tmp_path / "b")
+
+
+def test_the_checkpoint_is_fetched_while_the_program_starts_where_weights_are_to_be_written(tmp_path, monkeypatch):
+    asked, folder, source = [], tmp_path / "bundle", tmp_path / "source"
+
+    def ask(paths, most):
+        asked.append((list(paths), most > 0))
+
+    monkeypatch.setattr("kimi_graph.compile.bundle.fetch_ahead", ask)
+    folder.mkdir()
+    source.mkdir()
+    shards = [source / "a.safetensors", source / "b.safetensors"]
+    for file in shards:
+        file.touch()
+    for text in (None, "[]", "{}", "{", '{"checkpoint": 3}'):
+        if text is not None:
+            (folder / "local.json").write_text(text)
+        fetch_checkpoint(folder, None)
+    assert asked == []
+    (folder / "local.json").write_text(json.dumps({"checkpoint": str(source)}))
+    fetch_checkpoint(folder, None)
+    fetch_checkpoint(tmp_path / "other", source)
+    assert asked == [(shards, True)] * 2
+    (folder / "weights").mkdir()
+    fetch_checkpoint(folder, None)
+    assert len(asked) == 2

@@ -1,7 +1,7 @@
 """vLLM calls a bundle's graphs and gives the library's own tokens, whatever the scheduler does.
 
 Exact: graphs in float64, the engine's caches in float32, against the library in float32. Native: graphs in the model's
-dtype, against the library in float64, as far off as `verify` allows.
+dtype, against the same graphs on states of their own.
 """
 
 import functools
@@ -14,8 +14,10 @@ import kimi_graph as kg
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
-from kimi_graph.compile.verify import native_tolerance
+from kimi_graph.errors import KimiGraphError
+from kimi_graph.serving.bundles import Choice, Graphs, runner_for
 from tests.serving.served import ask, counted, engine
+from tests.serving.test_bundles import own_states, played
 from tests.serving.test_tokens import rounds
 
 pytestmark = [pytest.mark.serving, pytest.mark.filterwarnings("default")]
@@ -48,13 +50,11 @@ def bundle(folder, tmp_path_factory):
 def serving(folder, bundle):
     """`serving(preset)`: the engine, told to call a bundle and all that goes with it."""
 
-    def run(preset, dtype=torch.float32, pages=24, told=None, **changes):
-        page = PAGES[dtype]
-        own = {"bundle": str(bundle(told or preset, page, pages))} | (
-            {"mode": "exact"} if dtype == torch.float32 else {}
-        )
+    def run(preset, of=torch.float32, pages=24, told=None, **changes):
+        page = PAGES[of]
+        own = {"bundle": str(bundle(told or preset, page, pages))} | ({"mode": "exact"} if of == torch.float32 else {})
         options = {
-            "additional_config": {"kimi_graph": own}, "dtype": str(dtype).removeprefix("torch."), "block_size": page,
+            "additional_config": {"kimi_graph": own}, "dtype": str(of).removeprefix("torch."), "block_size": page,
             "num_gpu_blocks_override": pages, "max_model_len": 4 * page, "max_num_seqs": ROWS,
             "max_num_batched_tokens": ROWS * CHUNK,
         }  # fmt: skip
@@ -79,7 +79,7 @@ def test_a_batch_gives_the_librarys_tokens_cold_and_from_the_prefix_cache(servin
 def test_prompts_read_in_odd_parts_give_the_same_tokens(serving, library):
     lib = library(HARDEST)
     with serving(HARDEST, max_num_batched_tokens=PAGES[torch.float32] + 1) as llm:
-        rounds(lib, llm, lib.prompts(300, 9, 193, 194, 50, seed=1), count=3, times=2)
+        rounds(lib, llm, lib.prompts(300, 9, 193, seed=1), count=3, times=2)
 
 
 def test_preempted_requests_give_the_same_tokens(serving, library):
@@ -90,24 +90,20 @@ def test_preempted_requests_give_the_same_tokens(serving, library):
         assert counted(llm, "vllm:num_preemptions") > 0
 
 
-def test_native_logits_are_as_near_the_exact_model_as_verify_allows(serving, library, folder):
-    """Of each prompt's first token, the whole distribution: a constant beside the logits."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    lib = library(HARDEST)
-    config, prompts = lib.config, lib.prompts(8, 70, 33, seed=3)
-    params = kg.load_params(folder(HARDEST), config, torch.float64)
-    with serving(HARDEST, torch.bfloat16, max_logprobs=-1) as llm:
-        sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
-        outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
-    for prompt, out in zip(prompts, outs, strict=True):
-        state = kg.init_state(config, 1, len(prompt) + 1, torch.float64)
-        with torch.no_grad():
-            want, _ = kg.prefill(config, params, torch.tensor([prompt]), state, last_only=True)
-        own = torch.tensor([out.outputs[0].logprobs[0][i].logprob for i in range(config.vocab)], dtype=torch.float64)
-        constant = (own - want[0]).mean()
-        assert float((own - constant - want[0]).norm() / want.norm()) < native_tolerance(config)
+def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle):
+    """To the bit, but for the softmax: what `verify` says of the graphs holds of the answers. (The library in bfloat16
+    is no measure: a rounding that flips a near tie of experts or keys is another text.)"""
+    prompts, dtype = library(HARDEST).prompts(8, 70, 33, 90, seed=3), torch.bfloat16
+    graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24)), folder(HARDEST))
+    runner = runner_for(graphs, folder(HARDEST), torch.device("cpu"))
+    tokens, logits = played(graphs, runner, own_states(graphs), prompts, 4)
+    with serving(HARDEST, dtype) as llm:
+        for _ in range(2):
+            for out, own, rows in zip(ask(llm, prompts, 4), tokens, logits, strict=True):
+                assert out.tokens == own
+                for top, row in zip(out.top, rows[-4:], strict=True):
+                    logprobs = row.float().log_softmax(-1)
+                    assert all(abs(float(logprobs[i]) - x) < 1e-5 for i, x in top.items())
 
 
 @pytest.mark.parametrize(
@@ -122,30 +118,17 @@ def test_native_logits_are_as_near_the_exact_model_as_verify_allows(serving, lib
     ],
 )
 def test_an_engine_that_does_not_fit_its_bundle_is_refused_before_it_starts(serving, changes, words):
-    options = {"dtype": torch.float32, **changes}
-    told = {"told": options.pop("told", None), "dtype": torch.float32}
-    own = {} if "dtype" not in changes else {"dtype": options["dtype"]}
-    options.pop("dtype")
-    made = functools.partial(serving, "kimi-linear-48b")
-    with pytest.raises(Exception, match=words), _changed(made, told, {**options, **own}):
+    with pytest.raises(KimiGraphError, match=words), serving("kimi-linear-48b", **changes):
         pass
-
-
-def _changed(made, told, options):
-    """`serving` where the engine's dtype is not the bundle's."""
-    if "dtype" not in options:
-        return made(**told, **options)
-    context = made(**told)
-    context.kwds["dtype"] = options["dtype"]  # of contextlib's manager
-    return context
 
 
 def test_logits_of_a_prompts_tokens_are_refused_and_the_next_request_is_served(serving, library):
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     lib = library("kimi-linear-48b")
     with serving("kimi-linear-48b") as llm:
-        with pytest.raises(ValueError, match="prompt_logprobs: graphs of a bundle"):
+        with pytest.raises(VLLMValidationError, match="prompt_logprobs: graphs of a bundle"):
             llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)
         rounds(lib, llm, lib.prompts(9, seed=4), count=2, times=1)
         assert ask(llm, lib.prompts(9, seed=4), 2)[0].tokens
