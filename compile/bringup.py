@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph.errors import BundleError, KimiGraphError
+from kimi_graph.files import check_writable, from_json
 from kimi_graph.progress import Notify, silent
 
 from .bundle import MANIFEST, Bundle, dump, open_bundle
@@ -205,7 +206,8 @@ def _advice(bundle: Bundle, finding: Finding | None) -> str:
 
 
 def _check_place(out: Path) -> None:
-    """Raises BundleError where journal or report would take the place of a file that no bring-up wrote."""
+    """Raises KimiGraphError where journal or report cannot be, or would take the place of a file of no bring-up."""
+    check_writable(out / JOURNAL)
     for name, start in ((JOURNAL, '{"mark": '), (f"{REPORT}.json", '{\n "advice": '), (f"{REPORT}.md", TITLE)):
         file = out / name
         if file.exists() and not (file.is_file() and _starts(file, start.encode())):
@@ -240,7 +242,7 @@ class _Journal:
             file.unlink(missing_ok=True)
         for line in file.read_text().splitlines() if file.is_file() else []:
             try:
-                entry = json.loads(line)
+                entry = from_json(line)
             except ValueError:
                 continue  # a line that was being written when the run ended
             if isinstance(entry, dict) and entry.get("mark") == mark:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
-from kimi_graph.files import fetch_ahead, memory_bytes, new_folder
+from kimi_graph.files import Standing, check_writable, fetch_ahead, from_json, memory_bytes, new_folder
 
 from .schema import check
 
@@ -190,7 +190,7 @@ def dump(value: Any) -> bytes:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return from_json(path.read_bytes())
     except OSError as e:
         raise BundleError(f"{path}: {e.strerror or e}; this is not a whole bundle.") from None
     except ValueError as e:
@@ -209,30 +209,40 @@ def open_bundle(folder: str | Path) -> Bundle:
     for path in folder.iterdir():
         inside(folder, path.name)
     manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise BundleError(f"{folder / MANIFEST}: bundle format {found!r}; this version reads format {FORMAT}.")
-    if missing := sorted(
-        {"model", "target", "weights", "state", "graphs", "unproved", "made_by", "mesh", "kernels"} - set(manifest)
-    ):
-        raise BundleError(f"{folder / MANIFEST}: no entry {missing[0]!r}; the file was changed or damaged.")
-    check(manifest, "manifest", folder / MANIFEST)
+    where = folder / MANIFEST
+    if isinstance(manifest, dict) and manifest.get("format", FORMAT) != FORMAT:
+        found = json.dumps(manifest["format"])[:40]
+        raise BundleError(f"{where}: bundle format {found}; this version reads format {FORMAT}.")
+    check(manifest, "manifest", where)
     weights = folder / WEIGHTS
     if not weights.is_file():
         raise BundleError(f"{weights}: missing; the bundle is incomplete.")
     with as_written(folder):
         check_hash(weights.read_bytes(), manifest["weights"]["sha256"], weights)
         for entry in manifest["graphs"]:
-            inside(folder, entry["file"])
+            _check_size(inside(folder, entry["file"]), entry["bytes"])
+        if "constants" in manifest["weights"]:
+            _check_size(inside(folder, manifest["weights"]["constants"]["file"]))
     return Bundle(folder, manifest, read_json(weights))
+
+
+def _check_size(path: Path, size: int | None = None) -> None:
+    """Raises BundleError where no file is there, or one that has not `size` bytes: to read it all may take long."""
+    try:
+        found = path.stat().st_size
+    except OSError as e:
+        raise BundleError(f"{path}: {e.strerror or e}; the bundle is incomplete.") from None
+    if size is not None and found != size:
+        raise BundleError(f"{path}: has {found:,} bytes, the manifest says {size:,}; it was changed or damaged.")
 
 
 def check_place(folder: Path) -> None:
     """Whether a bundle may be written to `folder`.
 
     Raises:
-        BundleError: something else is there.
+        KimiGraphError: something else is there, or nothing can be.
     """
+    check_writable(folder)
     if folder.exists() and not (folder / MANIFEST).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise BundleError(f"{folder}: exists and is not a bundle; choose another folder.")
     if (folder / WRITTEN).exists():
@@ -252,16 +262,16 @@ def check_place(folder: Path) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[Path]:
+def writing(folder: Path, standing: Standing | None = None) -> Iterator[Path]:
     """A folder to write to that becomes `folder` at the end; nothing is left behind on failure.
 
-    An older bundle there is replaced; anything else is refused.
+    An older bundle there is replaced; anything else is refused, and with `standing` every other bundle too.
 
     Raises:
-        BundleError: `folder` exists and is not a bundle, or cannot be written.
+        KimiGraphError: `folder` exists and is not a bundle, or cannot be written, or is not `standing` any more.
     """
     try:
-        with new_folder(folder, lambda: check_place(folder)) as work:
+        with new_folder(folder, lambda: check_place(folder), standing) as work:
             yield work
     except OSError as e:
         raise BundleError(f"{e.filename or folder}: {e.strerror or e}; nothing was written.") from None

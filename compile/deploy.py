@@ -31,7 +31,7 @@ from typing import Any
 
 from kimi_graph.config import ModelConfig
 from kimi_graph.errors import DeployError
-from kimi_graph.files import new_folder
+from kimi_graph.files import Standing, check_writable, new_folder
 from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.collectives import group_axes
 
@@ -211,6 +211,8 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
     """
     bundle = open_bundle(folder)
     out = folder.with_name(f"{folder.resolve().name}.deploy") if out is None else out
+    _check_place(out, folder)
+    standing = Standing.of(out, DEPLOY)
     with as_written(folder):
         target = target_of(bundle.manifest)
         models = {g["name"]: air.from_bytes(bundle.graph_bytes(g), g["file"]) for g in bundle.manifest["graphs"]}
@@ -221,9 +223,8 @@ def deploy_bundle(folder: Path, hosts: Path | None, out: Path | None = None, can
             raise DeployError(f"{folder}: {mesh} has {mesh.world:,} ranks; say where they run with --hosts FILE.")
         found = LOCAL if hosts is None else read_hosts(hosts, target, mesh.world, str(mesh))
         d = Deployment(bundle, found, target, cann, models, mesh, config)
-        _check_place(out, folder)
         d.check_memory()
-        with new_folder(out, lambda: _check_place(out, folder)) as work:
+        with new_folder(out, lambda: _check_place(out, folder), standing) as work:
             for name, data in _files(d, out):
                 (work / name).parent.mkdir(parents=True, exist_ok=True)
                 (work / name).write_bytes(data if isinstance(data, bytes) else data.encode())
@@ -254,6 +255,7 @@ def _release(cann: str | None, target: Target) -> str:
 
 
 def _check_place(out: Path, bundle: Path) -> None:
+    check_writable(out)
     if out.exists() and not (out / DEPLOY).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise DeployError(f"{out}: exists and is no deployment; choose another folder.")
     if (out / DEPLOY).is_file():

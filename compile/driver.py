@@ -18,6 +18,7 @@ from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
 from kimi_graph.config import ModelConfig, arranged, check_length
 from kimi_graph.errors import CompileError
+from kimi_graph.files import Standing
 from kimi_graph.models import decoder
 from kimi_graph.models.counts import part_of
 from kimi_graph.models.decoder import Use
@@ -679,6 +680,7 @@ def compile_bundle(
         The manifest.
     """
     clock = clock or Clock()
+    standing = None if out is None else Standing.of(out, bundle.MANIFEST)
     files = None
     if kept is not None and not request.constants:  # those hold weights
         with clock.step("cache"):
@@ -692,7 +694,7 @@ def compile_bundle(
     if checkpoint is not None:
         files[bundle.LOCAL] = bundle.dump({"checkpoint": str(checkpoint.absolute())})
     if out is not None:
-        with clock.step("write"), bundle.writing(out) as folder:
+        with clock.step("write"), bundle.writing(out, standing) as folder:
             for name, data in files.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(data)

@@ -18,7 +18,6 @@ Source: rank tables as HCCL's documents describe them, CANN 8.5 to 9.1.
 import difflib
 import ipaddress
 import itertools
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kimi_graph.errors import DeployError
+from kimi_graph.files import from_json
 
 from .targets import Target
 
@@ -125,7 +125,7 @@ def read_hosts(file: Path, target: Target, ranks: int, mesh: str) -> Hosts:
         DeployError: the first thing that is wrong with it.
     """
     try:
-        value = json.loads(file.read_text())
+        value = from_json(file.read_text())
     except OSError as e:
         raise DeployError(f"{file}: {e.strerror or e}; --example prints a hosts file for this bundle.") from None
     except ValueError as e:
@@ -243,7 +243,7 @@ class _Reader:
             self.fail(f"{where}: rootinfo is {path!r}; expected the path of a copy of its /etc/hccl_rootinfo.json.")
         file = self.file.parent / path
         try:
-            ranks = json.loads(file.read_text())["rank_list"]
+            ranks = from_json(file.read_text())["rank_list"]
             return {rank["device_id"]: rank["level_list"] for rank in ranks}
         except OSError as e:
             self.fail(f"{where}: rootinfo {file}: {e.strerror or e}.")

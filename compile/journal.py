@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
+from kimi_graph.files import from_json
 
 try:
     import fcntl
@@ -66,7 +67,7 @@ class Journal:
         """
         lines = self.path.read_bytes().split(b"\n")[:-1]
         try:
-            first, *rest = map(json.loads, lines)
+            first, *rest = map(from_json, lines)
             if first != json.loads(json.dumps(about)):
                 raise ValueError("it is of other weights")
             done = {(stem, name): sha for line in rest for stem, name, sha in line}

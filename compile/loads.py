@@ -4,12 +4,12 @@ As long as nobody has counted loads, copies are of the first experts. `kimi-grap
 JSON object with, for each layer of experts by its number, the tokens of each expert, `{"1": [812, 40, ..], ..}`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kimi_graph.config import ModelConfig, MoeConfig
 from kimi_graph.errors import BundleError, ShardingError
+from kimi_graph.files import from_json
 from kimi_graph.parallel.balance import balance, plain_table
 
 Loads = Mapping[int, Sequence[float]]  # tokens of each expert, by layer
@@ -22,8 +22,8 @@ def read_loads(file: Path) -> Loads:
         BundleError: it is no such file; the layer is named.
     """
     try:
-        found = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = from_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise BundleError(f"--loads {file}: {getattr(error, 'strerror', None) or error}.") from None
     if not isinstance(found, dict) or not all(key.isdecimal() and key.isascii() for key in found):
         raise BundleError(f'--loads {file}: expected an object by layer, {{"1": [tokens of each expert]}}.')

@@ -757,10 +757,13 @@ def find_checkpoint(bundle: Bundle, given: Path | None, *, mapped: bool = True) 
     """
     local = bundle.folder / LOCAL
     if given is None and local.is_file():
-        known = read_json(local)
-        if not isinstance(known, dict) or not isinstance(known.get("checkpoint"), str):
+        try:
+            known = read_json(local)["checkpoint"]
+        except (BundleError, KeyError, TypeError):
+            known = None
+        if not isinstance(known, str):
             raise BundleError(f"{local}: does not say where a checkpoint is; delete it, and give --checkpoint DIR.")
-        given = Path(known["checkpoint"])
+        given = Path(known)
         if not given.is_dir():
             raise BundleError(
                 f"{local}: the checkpoint {given} is not there any more; say where it is with --checkpoint DIR."

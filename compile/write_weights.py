@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.errors import BundleError
-from kimi_graph.files import read_into, replace_file
+from kimi_graph.files import check_writable, read_into, replace_file
 from kimi_graph.parallel.mesh import MAX_RANKS, Mesh
 from kimi_graph.progress import Notify, silent
 
@@ -152,7 +152,11 @@ def parse_ranks(text: str) -> list[int]:
         BundleError: it is no list of ranks.
     """
     ranks: set[int] = set()
-    for word in text.split(","):
+    words = text.split(",")
+    if "" in (stripped := [word.strip() for word in words]):
+        what = "is empty" if not any(stripped) else "has a comma too many"
+        raise BundleError(f"--ranks {text!r}: {what}; expected ranks, and first and last ones, as in 0-3,7.")
+    for word in words:
         found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
         if found is None:
             raise BundleError(f"--ranks {text!r}: {word!r} is neither a rank nor a first and a last one, as in 0-3,7.")
@@ -168,8 +172,8 @@ def parse_ranks(text: str) -> list[int]:
 def _chosen(mesh: Mesh, ranks: Sequence[int] | None) -> set[int]:
     wanted = set(range(mesh.world)) if ranks is None else set(ranks)
     if beyond := sorted(r for r in wanted if not 0 <= r < mesh.world):
-        there = f"the bundle's ranks are 0 to {mesh.world - 1}" if mesh.world > 1 else "the bundle has rank 0 alone"
-        raise BundleError(f"--ranks {beyond[0]}: {there}.")
+        there = f"the bundle's ranks are 0 to {mesh.world - 1:,}" if mesh.world > 1 else "the bundle has rank 0 alone"
+        raise BundleError(f"--ranks: rank {beyond[-1]:,} is not there; {there}.")
     return wanted
 
 
@@ -228,6 +232,7 @@ class _Run:
         present = self._present()
         if all(self._entry_of(f, present) for f in self.files) and not (self.folder / JOURNAL).exists():
             return 0
+        check_writable(self.folder / INDEX)
         self.folder.mkdir(exist_ok=True)
         slots = hashlib.sha256(dump({path: list(experts) for path, experts in self.maker.slots.items()})).hexdigest()
         about = {"for": described(self.bundle), "source": self.identity, "slots": slots}

@@ -13,7 +13,7 @@ from .compile import weight_formats
 from .compile.weight_formats import Choice, Loss
 from .config import ModelConfig
 from .errors import CheckpointError
-from .headers import MAX_INDEX, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
+from .headers import MAX_INDEX, SHOWN, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
 from .models import model_specs
 from .models.counts import PARTS, part_of
 from .naming import Names
@@ -183,7 +183,9 @@ def _listed(source: Path) -> tuple[dict[str, Stored | None], tuple[int, int], li
     if len(absent) == len(by_file):
         notes = [f"none of the {len(by_file)} files is here: names were looked at, not dtypes and shapes."]
     elif absent:
-        faults = [f"{len(absent)} of {len(by_file)} files are not here, such as {absent[0]}."]
+        more = f", ... and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
+        are = "is" if len(absent) == 1 else "are"
+        faults = [f"{len(absent)} of {len(by_file)} files {are} not here: {', '.join(absent[:SHOWN])}{more}."]
     return tensors, (len(by_file) - len(absent), len(by_file)), faults, notes
 
 

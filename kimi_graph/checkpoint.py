@@ -13,7 +13,7 @@ import math
 import mmap
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,6 +222,30 @@ def load_tree(specs: Any, checkpoint: Checkpoint, dtype: torch.dtype, *, stream_
     return tree.map(load, specs)
 
 
+def load_part(spec: ParamSpec, own: Sequence[range], checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """Some indices of each dim of a parameter, in memory of their own: what a rank has of it (`Placement.own`).
+
+    Nothing else is read, except that a stored matrix which is quantised is dequantised whole, and let go.
+
+    Args:
+        dtype: as in `load_params`.
+    """
+    to, count = param_dtype(spec, dtype), len(spec.source)
+    lead = 0 if count == 1 else len(spec.shape) - len(spec.stored)  # dims that count stored tensors
+    numbers = _narrowed(torch.arange(count).view(spec.shape[:lead]), own[:lead])
+    made = torch.empty([len(indices) for indices in own], dtype=to)
+    for part, number in zip(made.view(numbers.numel(), *made.shape[lead:]), numbers.flatten().tolist(), strict=True):
+        whole = as_stored(spec, spec.source[number], checkpoint, to)
+        part.copy_(_narrowed(whole.view(spec.shape[lead:]), own[lead:]))
+    return made
+
+
+def _narrowed(x: Tensor, own: Sequence[range]) -> Tensor:
+    for dim, indices in enumerate(own):
+        x = x.narrow(dim, indices.start, len(indices))
+    return x
+
+
 def streamed(spec: ParamSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> StreamedExperts:
     """A stack of experts that stays in the checkpoint's files."""
 
@@ -287,14 +311,23 @@ def plain_tensor(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torc
     Raises:
         CheckpointError: it holds what it may not, or is not there.
     """
+    return as_stored(spec, name, checkpoint, dtype).to(dtype)
+
+
+def as_stored(spec: ParamSpec, name: str, checkpoint: Checkpoint, dtype: torch.dtype) -> Tensor:
+    """`plain_tensor` in the dtype of the file; in `dtype` where it is stored quantised.
+
+    Raises:
+        CheckpointError: it holds what it may not, or is not there.
+    """
     form, parts = _parts(name, checkpoint)
     with _naming(name):
         if form is not None:
             return formats.unpack(form, parts, dtype)
         whole = parts[""]
         if spec.padding:
-            whole = _without_padding(spec, whole.reshape(-1))
-        return whole.to(dtype).view(spec.stored if not spec.padding else spec.shape)
+            return _without_padding(spec, whole.reshape(-1)).view(spec.shape)
+        return whole.view(spec.stored)
 
 
 def _without_padding(spec: ParamSpec, flat: Tensor) -> Tensor:

@@ -10,13 +10,20 @@ import ctypes
 import errno
 import fnmatch
 import glob
+import hashlib
+import json
 import os
 import secrets
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from .errors import KimiGraphError
 
 if sys.platform != "win32":
     import fcntl
@@ -25,8 +32,65 @@ TRIES = 100  # renames that others may be faster at
 FETCHED = 8 << 20  # bytes that are asked for at once
 
 
+def check_writable(path: Path) -> None:
+    """Whether a new file or folder can be made at `path`, asked before there is work that would be lost.
+
+    Raises:
+        KimiGraphError: a file is where a folder would have to be, or somebody else's folder, or the name is too long.
+    """
+    work = path.absolute().parent / f".{path.absolute().name}.{'0' * 8}.part"  # the longest name it has for a while
+    for at in (work, *work.parents):
+        try:
+            found = at.stat()
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                continue
+            raise KimiGraphError(f"{path}: {error.strerror}; choose another place.") from None
+        if not stat.S_ISDIR(found.st_mode):
+            raise KimiGraphError(f"{path}: {at} is a file, not a folder; choose another place.")
+        if not os.access(at, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            why = errno.EROFS if hasattr(os, "statvfs") and os.statvfs(at).f_flag & os.ST_RDONLY else errno.EACCES
+            raise KimiGraphError(f"{path}: {at} cannot be written to ({os.strerror(why)}); choose another place.")
+        return
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What was in a folder when work on a new one began, known by one of its files: somebody else may be faster."""
+
+    folder: Path
+    mark: str
+    sha256: str | None
+
+    @staticmethod
+    def of(folder: Path, mark: str) -> "Standing":
+        """Args:
+        mark: name of the file that is in every such folder, and another one where anything in it is another.
+        """
+        return Standing(folder, mark, _hash(folder / mark))
+
+    def check(self, made: Path) -> None:
+        """Whether nobody has put another one there meanwhile than the one in `made`.
+
+        Raises:
+            KimiGraphError: somebody has.
+        """
+        now = _hash(self.folder / self.mark)
+        if now not in (None, self.sha256, _hash(made / self.mark)):
+            raise KimiGraphError(
+                f"{self.folder}: another process has written something else there while this one worked, and it is "
+                "kept; run this one again to replace it, or choose another folder."
+            )
+
+
+def _hash(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
 @contextlib.contextmanager
-def new_folder(folder: str | Path, may_replace: Callable[[], object] = lambda: None) -> Iterator[Path]:
+def new_folder(
+    folder: str | Path, may_replace: Callable[[], object] = lambda: None, standing: Standing | None = None
+) -> Iterator[Path]:
     """Yield an empty folder to write to; at the end it becomes `folder`, after an error it is gone.
 
     What is at `folder` is replaced. What killed processes left of such writing is taken away first.
@@ -34,8 +98,10 @@ def new_folder(folder: str | Path, may_replace: Callable[[], object] = lambda: N
     Args:
         may_replace: raises where `folder` must not be replaced. Asked again at the end: somebody else may have been
             faster.
+        standing: what may be replaced, of things that anybody may replace.
 
     Raises:
+        KimiGraphError: it is not `standing` any more.
         OSError: it cannot be written; the name is that of the file in `folder`.
     """
     folder = Path(folder).absolute()
@@ -48,7 +114,7 @@ def new_folder(folder: str | Path, may_replace: Callable[[], object] = lambda: N
         try:
             yield work
             with _turn(folder.parent):
-                left = _put(work, folder, may_replace)
+                left = _put(work, folder, lambda: (may_replace(), standing and standing.check(work)))
             _delete(left)
         finally:
             _delete(work)
@@ -227,6 +293,22 @@ def _write(path: Path, data: bytes) -> None:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
+
+
+def from_json(text: str | bytes, **hooks: Any) -> Any:
+    """The value of a JSON text that anybody may have written; `hooks`: of `json.loads`.
+
+    Raises:
+        ValueError: it is none, or none that Python can hold; a `JSONDecodeError` knows where.
+    """
+    try:
+        return json.loads(text, **hooks)
+    except RecursionError:
+        raise ValueError("its brackets are nested thousands deep") from None
+    except ValueError as error:
+        if type(error) is ValueError and "int_max_str_digits" in str(error):
+            raise ValueError("a number in it has thousands of digits") from None
+        raise
 
 
 def read_into(path: Path, at: int, buffer: memoryview) -> int:

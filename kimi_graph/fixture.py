@@ -15,7 +15,7 @@ from typing import Any
 from .checkpoint import pieces_of, released_formats, write_shards
 from .config import KdaConfig, MlaConfig, ModelConfig
 from .errors import CheckpointError, ConfigError
-from .files import new_folder
+from .files import Standing, check_writable, new_folder
 from .models import init_params, model_specs
 from .read_config import MAX_FILE, parse_config, read_json
 from .tokenizer import BYTES, TOKENIZER, TOKENIZER_CONFIG, chat_tokenizer
@@ -60,16 +60,18 @@ def make_fixture(
     Raises:
         ConfigError: too few or too many layers; `quantised` of a model that is not.
         CheckpointError: `out` is something else's, or exists.
+        KimiGraphError: nothing can be written there, or somebody else has meanwhile.
     """
     out = Path(out)
     source = small_config(config, layers, quantised, ways)
     small = parse_config(source, origin=f"fixture of {config.name}", name=out.absolute().name)
     _check_place(out, overwrite)
+    standing = Standing.of(out, MARK)
     specs, params = model_specs(small), init_params(small, seed, small.dtype)
     packed = released_formats(small, specs)
     tensors = pieces_of(specs, small.dtype, packed)
     total = sum(piece.bytes for piece in tensors)
-    with new_folder(out, lambda: _check_place(out, overwrite)) as work:
+    with new_folder(out, lambda: _check_place(out, overwrite), standing) as work:
         names = write_shards(work, specs, params, small.dtype, math.ceil(total / SHARDS), packed)
         tokenizer, tokenizer_config = chat_tokenizer(small)
         texts = {
@@ -92,6 +94,7 @@ def make_fixture(
 
 
 def _check_place(out: Path, overwrite: bool) -> None:
+    check_writable(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     mark = out / MARK

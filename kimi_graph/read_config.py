@@ -15,6 +15,7 @@ from .config import ModelConfig
 from .config_keys import SHOWN, found, known_part, read_section, show
 from .errors import ConfigError
 from .families import FAMILIES
+from .files import from_json
 
 # Released files, unchanged, from public mirrors (fact sheet, section 0); a file that is not released as it is says in
 # words what it assumes, under "assumptions".
@@ -120,13 +121,13 @@ def parse_json(text: bytes, where: str, error: type[Exception]) -> dict[str, Any
         raise error(f"{where}: found {word}, which is not a JSON number.")
 
     try:
-        data = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+        data = from_json(text.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
     except UnicodeDecodeError as e:
         raise error(f"{where}: not text (byte {e.start} is not UTF-8); expected JSON.") from e
     except json.JSONDecodeError as e:
         raise error(f"{where}: not JSON at line {e.lineno}, column {e.colno}: {e.msg}. Is the file complete?") from e
-    except (RecursionError, ValueError) as e:  # thousands of brackets; an integer of thousands of digits
-        raise error(f"{where}: not JSON that can be read ({e}).") from e
+    except ValueError as e:
+        raise error(f"{where}: not JSON that can be read: {e}.") from e
     if not isinstance(data, dict):
         raise error(f"{where}: expected a JSON object ({{...}}), found {show(data)}.")
     return data

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_graph.errors import KernelError
-from kimi_graph.files import new_folder
+from kimi_graph.files import check_writable, new_folder
 
 from .twin.kernel import FOLDER, kernels
 
@@ -105,6 +105,7 @@ def export_kernels(folder: str | Path, *, overwrite: bool = False) -> Exported:
         KernelError: something else is there.
     """
     folder = Path(folder)
+    _check_place(folder, overwrite)
     files = project_files()
     with new_folder(folder, lambda: _check_place(folder, overwrite)) as work:
         for name, data in files.items():
@@ -147,6 +148,7 @@ def type_of(name: str) -> str:
 
 
 def _check_place(folder: Path, overwrite: bool) -> None:
+    check_writable(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():

@@ -7,9 +7,10 @@ into the graph, because torch's meta kernel of all_reduce promises strides that 
 a wait node per collective says nothing where dataflow alone orders the graph.
 
 Each has a fake (shapes), an exact meaning on the tensors of a whole group (`together`, what a simulation of all ranks
-runs), and a lowering. A single device cannot run one.
+runs), and a lowering. A single device cannot run one, unless its process is one of a group (`processes`).
 """
 
+import contextvars
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Collective:
 
 
 COLLECTIVES: dict[Any, Collective] = {}
+running: contextvars.ContextVar[Any] = contextvars.ContextVar("running", default=None)  # `processes.Member`, or None
 
 
 def group_name(axes: Sequence[str]) -> str:
@@ -63,17 +65,21 @@ def group_axes(name: str) -> Axes:
 def _define(
     schema: str, fake: Callable[..., Any], together: Callable[..., Parts], lower: Any, moves: bool = True
 ) -> Any:
-    name = schema.partition("(")[0]
+    name, takes_tensors = schema.partition("(")[0], "Tensor" in schema.partition("->")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, fake, "Meta" if "Tensor" in schema.partition("->")[0] else "CompositeExplicitAutograd")
-
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        raise ShardingError(f"{name} is the work of several ranks; run the graph with parallel.simulate.")
-
-    if "Tensor" in schema.partition("->")[0]:
-        _LIBRARY.impl(name, alone, "CPU")
     op = getattr(torch.ops.kimi, name).default
-    COLLECTIVES[op] = Collective(name, op, together, lower, moves)
+    collective = COLLECTIVES[op] = Collective(name, op, together, lower, moves)
+
+    def real(*args: Any) -> Any:
+        if running.get() is not None:
+            return running.get().take_part(collective, *args)
+        if takes_tensors:
+            raise ShardingError(f"{name} is the work of several ranks; run the graph with parallel.simulate.")
+        return fake(*args)  # asked while a graph is traced
+
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    if takes_tensors:
+        _LIBRARY.impl(name, fake, "Meta")
     return op
 
 

@@ -1,6 +1,8 @@
 """What every test has: one seed, no network for model hubs, few threads."""
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
@@ -19,6 +21,29 @@ hypothesis.settings.load_profile("kimi-graph")
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def nobody(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """`with nobody():` somebody who may write where everybody may, as root may everywhere; what is needed is imported.
+
+    `tmp_path` and what it lies in can be reached then.
+    """
+    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
+        folder.chmod(0o755)
+
+    @contextlib.contextmanager
+    def somebody() -> Iterator[None]:
+        if os.geteuid() != 0:
+            yield
+            return
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return somebody
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,9 @@ CASES = {
     """,
     "serve": """
         serve notes
+        serve tiny --tiers file=pages
+        serve tiny --tiers host=4XB
+        serve tiny --tiers host=4GB,policy=oldest
         serve tiny-a3
         serve tiny --checkpoint tiny
     """,

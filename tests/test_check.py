@@ -56,7 +56,7 @@ def test_the_command_ends_with_a_verdict_and_an_exit_code(tiny, copy):
     next(copy.glob("model-00001*")).unlink()
     bad = run(copy)
     assert bad.exit_code == 1
-    fault = "1 of 4 files are not here, such as model-00001-of-00004.safetensors."
+    fault = "1 of 4 files is not here: model-00001-of-00004.safetensors."
     assert (bad.stdout + bad.stderr).count(fault) == 1
     assert re.fullmatch(rf"error: .* does not hold .*: {fault}", bad.stderr.splitlines()[-1])
 

@@ -423,15 +423,15 @@ def inspect_bundle(folder):
         time.sleep(60)
     return Found()
 fake.inspect_bundle = fake.inspect_graph = inspect_bundle
-sys.argv = ["kimi-graph", "inspect", sys.argv[1]]
+sys.argv = ["kimi-graph", "inspect", *sys.argv[1:]]
 from kimi_graph.cli import main
 main()
 """
 
 
-def process(argument):
+def process(*arguments):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, argument], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -441,6 +441,28 @@ def test_ctrl_c_is_one_line_and_exit_code_130():
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=20)
     assert (child.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_is_an_object_too_where_json_was_asked_for():
+    child = process("sleep", "--json")
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=20)
+    assert (child.returncode, json.loads(out), err) == (130, {"error": "interrupted"}, "interrupted\n")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["plain", "json"])
+def test_ctrl_c_before_the_command_runs_is_no_traceback(monkeypatch, options):
+    """While its words are read."""
+
+    def press(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("typer.core.TyperCommand.parse_args", press)
+    result = CliRunner().invoke(cli.app, ["targets", *options])
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+    assert result.stdout == "" or json.loads(result.stdout) == {"error": "interrupted"}
+    assert bool(result.stdout) == bool(options)
 
 
 def test_a_reader_that_goes_away_is_no_error_message():

@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from kimi_graph import files
-from kimi_graph.files import new_folder, write_file
+from kimi_graph.errors import KimiGraphError
+from kimi_graph.files import Standing, check_writable, new_folder, write_file
 
 ROOT = Path(__file__).parents[1]
 
@@ -238,6 +240,63 @@ def test_two_fixtures_into_one_folder_at_once_are_one_fixture_and_a_refusal(tmp_
     wrong = next(err for process, (_, err) in zip(both, said, strict=True) if process.returncode)
     assert wrong == b"error: made: is a fixture already; replace it with --overwrite, or choose another folder.\n"
     assert names(tmp_path) == ["made"]
+
+
+@pytest.mark.parametrize(
+    "where, words",
+    [
+        ("file", ""),  # is replaced, or not, by other rules
+        ("new", ""),
+        ("new/deep", ""),
+        ("file/a", "is a file, not a folder; choose another place."),
+        ("file/deep/a", "is a file, not a folder; choose another place."),
+        ("loop/a", "Too many levels of symbolic links; choose another place."),
+        ("n" * 250, "File name too long; choose another place."),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_place_where_nothing_can_be_written_is_refused_before_work(tmp_path, where, words):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to("loop")
+    if not words:
+        check_writable(tmp_path / where)
+    else:
+        with pytest.raises(KimiGraphError, match=re.escape(words)) as caught:
+            check_writable(tmp_path / where)
+        assert str(caught.value).startswith(f"{tmp_path / where}: ")
+        with pytest.raises(OSError, match=r"\[Errno"), new_folder(tmp_path / where):  # it is really so
+            pass
+    assert names(tmp_path) == ["file", "loop"]
+
+
+def test_a_folder_of_somebody_else_is_refused_before_work(tmp_path, nobody):
+    (tmp_path / "theirs").mkdir(mode=0o555)
+    words = (
+        f"{tmp_path}/theirs/deep/a: {tmp_path}/theirs cannot be written to (Permission denied); choose another place."
+    )
+    with nobody(), pytest.raises(KimiGraphError, match=re.escape(words)):
+        check_writable(tmp_path / "theirs" / "deep" / "a")
+
+
+def write_meanwhile(folder, mine, theirs):
+    """One begins, another writes, and the one ends."""
+    standing = Standing.of(folder, "mark")
+    with new_folder(folder, standing=standing) as work:
+        (work / "mark").write_text(mine)
+        with new_folder(folder) as other:
+            (other / "mark").write_text(theirs)
+
+
+def test_what_somebody_else_wrote_meanwhile_is_kept_and_the_loser_is_told(tmp_path, way):
+    for before in ("nothing", "old"):
+        if before == "old":
+            (tmp_path / "a" / "mark").write_text("old")
+        with pytest.raises(KimiGraphError, match="another process has written something else there while this one"):
+            write_meanwhile(tmp_path / "a", "mine", "theirs")
+        assert (names(tmp_path), texts(tmp_path / "a")) == (["a"], {"theirs"})
+    write_meanwhile(tmp_path / "a", "same", "same")
+    write_meanwhile(tmp_path / "a", "new", "same")  # nobody has changed it
+    assert (names(tmp_path), texts(tmp_path / "a")) == (["a"], {"new"})
 
 
 def test_a_file_in_a_folder_of_others_touches_nothing_else(tmp_path):

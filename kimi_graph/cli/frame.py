@@ -12,13 +12,14 @@ from typer.core import TyperCommand, TyperGroup
 
 from kimi_graph.errors import KimiGraphError
 
-from .output import Manner, fail, manner, refuse
+from .output import Manner, fail, interrupted, manner, refuse
 
+INTERRUPTED = 130
 EXIT_CODES = {
     0: "done",
     1: "it cannot be done, or what was looked at does not hold",
     2: "the command line was not understood",
-    130: "interrupted",
+    INTERRUPTED: "interrupted",
     141: "whoever read the output went away",
 }
 ENVIRONMENT = dict(os.environ)  # as it was given: `main` adds to it
@@ -50,13 +51,17 @@ class Group(_PurposeFirst, TyperGroup):
         words = sys.argv[1:] if args is None else list(args)
         if not standalone_mode:
             return super().main(words, *rest, standalone_mode=False, **more)
+        token = manner.set(Manner(as_json="--json" in words))
         try:
             code = super().main(words, *rest, standalone_mode=False, **more)
         except UsageError as e:
-            token = manner.set(Manner(as_json="--json" in words))
             refuse(_misunderstood(e, words))
-            manner.reset(token)
             code = 2
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        if code == INTERRUPTED:  # some releases of typer make this of Ctrl-C
+            interrupted()
+        manner.reset(token)
         sys.exit(code or 0)
 
 
@@ -112,9 +117,6 @@ def command(function: Callable[..., None], of: typer.Typer = app, name: str | No
             # Python flushes standard output once more at exit; there is nobody to write to.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(141) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
         except OSError as e:
             if e.strerror is None:
                 raise

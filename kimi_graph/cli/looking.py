@@ -10,7 +10,7 @@ from kimi_graph.errors import KimiGraphError
 
 from .frame import ENVIRONMENT, command
 from .options import WEIGHTS_FORMATS, Cache, Wheel, one_of, words_of
-from .output import fail, judge, load_config_aloud, progress_shown, show, without_collecting
+from .output import check_file, fail, judge, load_config_aloud, progress_shown, show, without_collecting
 
 
 @command
@@ -92,6 +92,8 @@ def inspect(
     """
     if html is not None and (cost or graph is not None):
         raise typer.BadParameter("the page is of the whole bundle; leave --graph and --cost out.", param_hint="--html")
+    if html is not None:
+        check_file(html)
     with progress_shown(bars_alone=True) as progress:
         if cost:
             from kimi_graph.compile.cost import inspect_cost

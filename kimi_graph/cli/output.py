@@ -83,6 +83,13 @@ def refuse(message: str) -> None:
     print_error(message)
 
 
+def interrupted() -> None:
+    """Say that somebody has ended it by Ctrl-C; it is no error."""
+    if manner.get().as_json:
+        print(json.dumps({"error": "interrupted"}, indent=2))
+    print("interrupted", file=sys.stderr)
+
+
 def print_error(message: str) -> None:
     """On a terminal in lines of whole words; else as it is, so that a program finds its words in one line."""
     print(_fitted(f"error: {message}", sys.stderr), file=sys.stderr)
@@ -157,6 +164,15 @@ def load_config_aloud(model: str) -> Any:
     for words in config.assumptions:
         note(f"assumed: {words}")
     return config
+
+
+def check_file(path: Path) -> None:
+    """Whether a file can be written there, before there is anything to write. Raises KimiGraphError."""
+    from kimi_graph.files import check_writable
+
+    if path.is_dir():
+        fail(f"{path}: is a folder; expected the name of a file.")
+    check_writable(path)
 
 
 @contextlib.contextmanager

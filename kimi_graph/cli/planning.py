@@ -34,7 +34,7 @@ from .options import (
     split,
     words_of,
 )
-from .output import Result, judge, load_config_aloud, manner, progress_shown, show, without_collecting
+from .output import Result, check_file, judge, load_config_aloud, manner, progress_shown, show, without_collecting
 
 
 @command
@@ -147,6 +147,8 @@ def plan(
             "the search tries --exchange, --split-cache, --moe-chunks and --pad itself; they go with a --mesh.",
             param_hint="--mesh",
         )
+    if html is not None:
+        check_file(html)
     with without_collecting(), progress_shown(bars_alone=True) as progress:
         if target is not None:
             from kimi_graph.compile.targets import target as find_target

@@ -166,6 +166,10 @@ def serve(
         str, typer.Option(metavar="HOST", help="Where it listens; 0.0.0.0 is everywhere, and it has no password.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="P", help="TCP port.")] = 8000,
+    tiers: Annotated[
+        str | None,
+        typer.Option(metavar="host=SIZE,..", help="Keep cached pages in shared memory, and in files: file=DIR:SIZE."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
     """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
@@ -175,10 +179,12 @@ def serve(
     \b
     kimi-graph serve build/k31 --name k31 --max-len 4096
     kimi-graph serve build/k31 --mesh pp=2 --dry-run
+    kimi-graph serve build/k31 --tiers host=4GB,file=build/pages:100GB
     kimi-graph serve build/k31-a3 --checkpoint build/k31
     """
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
+    from kimi_graph.serving.tiers.plan import Tiers
 
     folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
@@ -189,6 +195,7 @@ def serve(
         port=port,
         max_len=max_len,
         mesh=Mesh.parse(mesh),
+        tiers=None if tiers is None else Tiers.parse(tiers),
     )
     print(shlex.join(launch.command), flush=True)
     if dry_run:

@@ -20,6 +20,7 @@ from kimi_graph.compile.targets import Target
 from kimi_graph.compile.verify import Report as Verified
 from kimi_graph.compile.wrap import wrapped
 from kimi_graph.errors import ConfigError
+from kimi_graph.files import check_writable
 from kimi_graph.plan.report import commands, count_lines, duration, form
 from kimi_graph.plan.search import Plan, dies, gib
 from kimi_graph.read_config import read_json
@@ -154,8 +155,9 @@ def check_place(out: Path) -> None:
     """Refuse to replace what is no report.
 
     Raises:
-        ConfigError: something else is there.
+        KimiGraphError: something else is there, or nothing can be.
     """
+    check_writable(out)
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     file = out / JSON

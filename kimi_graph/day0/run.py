@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kimi_graph.compile.targets import Target
-from kimi_graph.files import new_folder
+from kimi_graph.files import Standing, new_folder
 from kimi_graph.progress import Notify, silent
 
-from .report import WORK, Report, Run, check_place, write_report
+from .report import JSON, WORK, Report, Run, check_place, write_report
 from .steps import run_steps
 from .trial import Trial
 
@@ -75,7 +75,7 @@ def day0(
 def _folder(out: Path | None) -> Iterator[Path]:
     """A folder to write to: at the end it is `out`, or gone."""
     if out is not None:
-        with new_folder(out, lambda: check_place(out)) as folder:
+        with new_folder(out, lambda: check_place(out), Standing.of(out, JSON)) as folder:
             yield folder
     else:
         with tempfile.TemporaryDirectory(prefix="kimi-graph-day0-") as folder:

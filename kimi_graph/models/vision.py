@@ -64,7 +64,7 @@ def encode_image(
         raise ConfigError(f"encode_image: {config.name} has no vision tower.")
     given: Any = image if isinstance(image, VisionInput) else prepare_image(config.vision, image)
     weight = params.vision.patch.weight
-    patches = arrange_patches(config.vision, given.patches.to(weight), given.grid, room)
+    patches = arrange_patches(config.vision, given.patches.to(weight.device, weight.dtype), given.grid, room)
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     tables = tree.map(lambda x: x.to(weight.device), vision_tables(config.vision, given.grid, room, dtype))
     return vision_forward(params.vision, config.vision, patches, tables)[: given.tokens]

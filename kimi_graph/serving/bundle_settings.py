@@ -15,7 +15,7 @@ from .bundles import Choice, Graphs, Settings
 def settings_of(vllm_config: Any) -> Settings:
     """What the engine was told."""
     cache, model, parallel = vllm_config.cache_config, vllm_config.model_config, vllm_config.parallel_config
-    pictures = model.multimodal_config
+    pictures, moves = model.multimodal_config, vllm_config.kv_transfer_config
     return Settings(
         page=cache.block_size,
         pages=cache.num_gpu_blocks_override,
@@ -25,6 +25,7 @@ def settings_of(vllm_config: Any) -> Settings:
         dtype=model.dtype,
         mesh=Mesh(pipe=parallel.pipeline_parallel_size, tensor=parallel.tensor_parallel_size),
         pictures=0 if pictures is None else pictures.get_limit_per_prompt("image"),
+        connector=None if moves is None else moves.kv_connector,
     )
 
 

@@ -91,6 +91,7 @@ class Settings:
         dtype: of the model in the engine.
         mesh: of the engine's ranks.
         pictures: that a prompt may have.
+        connector: what moves pages out of the engine and back, None: nothing.
     """
 
     page: int
@@ -101,6 +102,7 @@ class Settings:
     dtype: torch.dtype
     mesh: Mesh
     pictures: int = 0
+    connector: str | None = None
 
     def check(self, graphs: "Graphs") -> None:
         """Hold an engine against the bundle's contract.
@@ -109,6 +111,9 @@ class Settings:
             ConfigError: the first setting that differs, with the manifest's key, both values, and the flag to give.
         """
         want = graphs.settings
+        if self.connector is not None:
+            why = "caches are laid out in another way than what moves them knows"
+            raise ConfigError(f"{graphs.where}: --kv-transfer-config {self.connector}: {why}; leave it out.")
         for flag, mine, key, theirs in (
             ("--tensor-parallel-size and --pipeline-parallel-size", self.mesh, "mesh", want.mesh),
             ("--dtype", _words(self.dtype), "model.config", _words(want.dtype)),

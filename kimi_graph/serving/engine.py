@@ -26,6 +26,7 @@ from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import value_spec
 from kimi_graph.ops import donating
 from kimi_graph.parallel import Mesh
+from kimi_graph.parallel.processes import Member
 from kimi_graph.read_config import load_config
 
 from . import compat
@@ -33,7 +34,7 @@ from .bundle_caches import BundleSide, all_shapes
 from .bundle_settings import graphs_of
 from .caches import KDA_STATES, KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
-from .ranks import Place
+from .ranks import Place, check_mesh
 from .rows import Rows, reads_new_pages, rows_of
 
 
@@ -141,7 +142,7 @@ class KimiGraphForCausalLM(nn.Module):
         before = torch.tensor(lengths) - counts
         tables = {id(m): m.block_table for m in told.values() if isinstance(m, Pages)}.values()
         shared = any(reads_new_pages(table, before, counts, self.page) for table in tables)
-        for rows in rows_of(starts, lengths, shared=shared):
+        for rows in rows_of(starts, lengths, shared=shared, ways=self.place.mesh.tensor):
             self._run(rows, told, given, made)
 
     def _run(self, rows: Rows, told: Mapping[int, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
@@ -214,7 +215,6 @@ def check(vllm_config: VllmConfig) -> None:
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     refused = {
         f"--kv-cache-dtype {cache.cache_dtype}: caches have the model's dtype": cache.cache_dtype != "auto",
-        "--tensor-parallel-size: parameters are not split over ranks here yet": parallel.tensor_parallel_size > 1,
         "--speculative-config: nothing is drafted": vllm_config.speculative_config is not None,
         "--enable-lora: there are no adapters": vllm_config.lora_config is not None,
         "--decode-context-parallel-size: caches are not split by sequence here": (
@@ -227,11 +227,19 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def place_of(vllm_config: VllmConfig, config: ModelConfig) -> Place:
-    """Where this process stands among the engine's ranks."""
+    """Where this process stands among the engine's ranks.
+
+    Raises:
+        ShardingError: the model's sizes do not divide.
+    """
     parallel = vllm_config.parallel_config
     mesh = Mesh(pipe=parallel.pipeline_parallel_size, tensor=parallel.tensor_parallel_size)
     if mesh.world == 1:
         return Place(config, mesh)
     from vllm.distributed import get_pp_group, get_tp_group
 
-    return Place(config, mesh, get_pp_group().rank_in_group, get_tp_group().rank_in_group)
+    check_mesh(config, mesh)
+    tensor, member = get_tp_group(), None
+    if mesh.tensor > 1:
+        member = Member(mesh.stage, tensor.rank_in_group, tensor.device_group, tensor.device)
+    return Place(config, mesh, get_pp_group().rank_in_group, member)

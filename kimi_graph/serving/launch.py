@@ -6,13 +6,14 @@ where the package is the CPU build, which has another name.
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,9 @@ from typing import TYPE_CHECKING
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
+
+from .ranks import check_mesh
+from .tiers.plan import Tiers
 
 if TYPE_CHECKING:
     from .bundles import Graphs  # which brings torch and what executes graphs
@@ -62,6 +66,7 @@ class Launch:
         host, port: where it listens.
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
+        tiers: below the engine's own cache.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
 
     Raises:
@@ -74,6 +79,7 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    tiers: Tiers | None = None
     graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
@@ -88,8 +94,17 @@ class Launch:
             raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
-        if self.mesh.data * self.mesh.context * self.mesh.tensor > 1:
-            raise ConfigError(f"--mesh {self.mesh}: served by pipeline stages alone; nearest pp={self.mesh.pipe}.")
+        nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
+        if self.mesh != nearest:
+            words = "the engine's ranks are stages and tensor ranks, which share out experts"
+            raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
+        check_mesh(config, self.mesh)
+        if self.graphs is not None and self.mesh.world > 1:
+            raise ConfigError(f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of one rank; nearest tp=1.")
+        if self.graphs is not None and self.tiers is not None:
+            raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
+        if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
+            raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
     @property
     def command(self) -> list[str]:
@@ -102,6 +117,8 @@ class Launch:
             words += ["--max-model-len", str(self.max_len)]
         elif self.graphs is not None:
             words += ["--max-model-len", str(self.graphs.settings.length)]
+        if self.tiers is not None:
+            words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
         words += [] if self.graphs is None else self.graphs.flags
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
@@ -122,7 +139,9 @@ class Launch:
         """
         if importlib.util.find_spec("vllm") is None:
             raise KimiGraphError(MISSING)
-        process = subprocess.Popen(self.command, env={**DEFAULTS, **environment}, start_new_session=True)
+        ranks = self.mesh.world
+        own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
+        process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
         try:
             yield process
         finally:
@@ -145,6 +164,20 @@ class Launch:
                     return
             time.sleep(0.5)
         raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
+    """Cores of each rank, as vLLM's CPU build takes them. By itself it gives each rank the cores of a NUMA node, and
+    refuses more ranks than nodes.
+    """
+    each = max(1, len(cores) // ranks)
+    own = ([cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks))
+    return "|".join(",".join(map(str, some)) for some in own)
+
+
+def _cores() -> list[int]:
+    """That this process may use."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [*range(os.cpu_count() or 1)]
 
 
 @contextlib.contextmanager

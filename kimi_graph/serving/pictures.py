@@ -26,7 +26,6 @@ from vllm.multimodal.processing import (
 )
 
 from kimi_graph.config import VisionConfig
-from kimi_graph.models import encode_image
 from kimi_graph.models.decoder import schedule
 from kimi_graph.vision import SIDE_LIMIT, VisionInput, most_patches, prepare_image
 
@@ -149,7 +148,7 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
         if self.params.vision is None:  # another stage has the tower; the engine asks all of them as it measures memory
             return patches.new_zeros(tokens, self.config.embed, dtype=self.dtype)
         image = VisionInput(patches=patches, grid=(frames, rows, columns), size=(0, 0), tokens=tokens)
-        return encode_image(self.config, self.params, image).to(self.dtype)
+        return self.place.encode(self.params, image).to(self.dtype)
 
     def embed_input_ids(
         self,

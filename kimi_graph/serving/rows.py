@@ -45,7 +45,9 @@ class Rows:
         return int((self.before + self.counts).max())
 
 
-def rows_of(starts: Sequence[int], lengths: Sequence[int], *, shared: bool = False, device: str = "cpu") -> list[Rows]:
+def rows_of(
+    starts: Sequence[int], lengths: Sequence[int], *, shared: bool = False, ways: int = 1, device: str = "cpu"
+) -> list[Rows]:
     """The groups of a step, in an order in which they can be computed one after another.
 
     Args:
@@ -54,6 +56,7 @@ def rows_of(starts: Sequence[int], lengths: Sequence[int], *, shared: bool = Fal
         shared: a request may read pages that another one writes in this step (`reads_new_pages`). What it reads comes
             before what it writes, so the writer has fewer tokens already: rows go in the order of those, and only
             neighbours in it are put together.
+        ways: T is padded to a multiple of it in groups that read: ranks share their queries out.
     """
     rows = []
     for request, ((start, end), length) in enumerate(zip(itertools.pairwise(starts), lengths, strict=True)):
@@ -63,7 +66,7 @@ def rows_of(starts: Sequence[int], lengths: Sequence[int], *, shared: bool = Fal
             step = count == 1 and before > 0  # a sequence that starts is read, not stepped: that is what clears it
             rows.append((before if shared else 0, not step, count, before, start, request))
     rows.sort()
-    return [_group(some, device) for some in _cuts(rows)]
+    return [_group(some, ways, device) for some in _cuts(rows)]
 
 
 Row = tuple[int, bool, int, int, int, int]  # order, whether it reads, count, before, start, request
@@ -82,10 +85,11 @@ def _cuts(rows: list[Row]) -> Iterator[list[Row]]:
         yield some
 
 
-def _group(rows: list[Row], device: str) -> Rows:
+def _group(rows: list[Row], ways: int, device: str) -> Rows:
     _, reads, counts, before, starts, requests = zip(*rows, strict=True)
     count, start = (torch.tensor(x, dtype=torch.int64) for x in (counts, starts))
-    at = start[:, None] + torch.minimum(torch.arange(max(counts)), count[:, None] - 1)
+    tokens = -(-max(counts) // ways) * ways if reads[0] else 1
+    at = start[:, None] + torch.minimum(torch.arange(tokens), count[:, None] - 1)
     parts = torch.tensor(requests), at, torch.tensor(before, dtype=torch.int64), count
     return Rows(*(x.to(device) for x in parts), step=not reads[0])
 

@@ -1,11 +1,15 @@
 """A bundle: a folder that is whole or not there, and that notices damage."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from kimi_graph.cli import app
 from kimi_graph.compile.bundle import (
     GRAPHS,
     MANIFEST,
@@ -52,11 +56,15 @@ def test_what_is_no_bundle_is_refused(tmp_path):
     "text, message",
     [
         ("{", "not JSON"),
-        ("[]", "bundle format 'list'; this version reads format 4"),
-        ("{}", "bundle format None"),
+        ("[]", r"the top is \[\]; expected an object\."),
+        ("null", r"the top is null; expected an object\."),
+        ("{}", "no entry 'format'; the file was changed or damaged"),
         ('{"format": 1}', "bundle format 1; this version reads format 4"),
-        ('{"format": 4}', "no entry 'graphs'; the file was changed or damaged"),
+        ('{"format": null}', "bundle format null; this version reads format 4"),
+        ('{"format": 4}', "no entry 'made_by'; the file was changed or damaged"),
         ("\x00\xff", "not JSON"),
+        ("[" * 100_000, "its brackets are nested thousands deep"),
+        ("1" * 5_000, "a number in it has thousands of digits"),
     ],
 )
 def test_a_damaged_manifest_is_refused(copy, text, message):
@@ -89,6 +97,20 @@ def test_a_missing_file_is_named(copy, name):
     (copy / name).unlink()
     with pytest.raises(BundleError, match=rf"{name}: .*; the bundle is incomplete"):
         read_all(copy)
+
+
+@pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 100)], ids=["gone", "cut"])
+def test_a_graph_that_is_not_whole_is_noticed_when_a_bundle_is_opened(copy, damage):
+    """By commands too that read no graph, such as buckets and deploy --example: a size is looked at at once."""
+    damage(copy / GRAPHS / "decode_b2.air")
+    words = (
+        r"graphs/decode_b2\.air: (.*; the bundle is incomplete|has 100 bytes, the manifest says [\d,]+; it was changed)"
+    )
+    for command in ("buckets", "inspect", "deploy"):
+        result = CliRunner().invoke(app, [command, str(copy), *(["--example"] if command == "deploy" else [])])
+        assert result.exit_code == 1 and re.search(words, result.stderr)
+    with pytest.raises(BundleError, match=words):
+        open_bundle(copy)
 
 
 def read_all(folder):

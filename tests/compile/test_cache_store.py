@@ -141,6 +141,16 @@ def test_a_full_disk_is_a_note_and_leaves_nothing(store, monkeypatch, where):
     assert [p for p in store.folder.rglob("*") if p.is_file()] == []
 
 
+def test_a_store_of_somebody_else_is_read_and_keeps_nothing(store, tmp_path, nobody):
+    store.put("kind", FIELDS, FILES)
+    for folder in (store.folder, store.folder / "kind"):
+        folder.chmod(0o555)
+    with nobody():
+        assert store.get("kind", FIELDS) == FILES and not store.notes
+        store.put("kind", FIELDS | {"more": 1}, FILES)
+    assert store.notes == [f"{store.folder / 'kind'}: Permission denied; nothing was kept"]
+
+
 def test_a_store_that_is_a_file_is_a_note(tmp_path):
     (tmp_path / "store").write_text("mine")
     store = Store(tmp_path / "store")

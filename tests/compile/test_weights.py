@@ -168,7 +168,9 @@ def test_ranks_are_numbers_and_ranges(text, ranks):
 @pytest.mark.parametrize(
     "text, words",
     [
-        *((text, "is neither a rank nor a first and a last one, as in 0-3,7") for text in ("", "a", "-1", "1,", "1.5")),
+        *((text, "is neither a rank nor a first and a last one, as in 0-3,7") for text in ("a", "-1", "1.5")),
+        *((text, "is empty; expected ranks, and first and last ones, as in 0-3,7.") for text in ("", " ", ",")),
+        *((text, "has a comma too many; expected ranks") for text in ("1,", ",1", "1,,2", "0-1, ")),
         ("3-1", "'3-1' ends before it starts; write 1-3."),
         ("0-99999999", "rank 99,999,999 is beyond any mesh; the last is"),
     ],
@@ -179,8 +181,8 @@ def test_what_is_no_list_of_ranks_is_refused(text, words):
 
 
 def test_a_rank_that_is_not_there_is_refused(mesh_copy):
-    with pytest.raises(BundleError, match=r"--ranks 4: the bundle's ranks are 0 to 3\."):
-        write_weights.write_weights(mesh_copy, ranks=[3, 4])
+    with pytest.raises(BundleError, match=r"--ranks: rank 5 is not there; the bundle's ranks are 0 to 3\."):
+        write_weights.write_weights(mesh_copy, ranks=[3, 4, 5])
     assert not (mesh_copy / "weights").exists()
 
 
@@ -654,7 +656,10 @@ def test_a_folder_that_cannot_be_written_is_one_line(copy, tmp_path):
         folder.chmod(0o755)
     copy.chmod(0o555)
     try:
-        assert alone("nobody", copy, 0) == f"error: {copy}/weights: Permission denied."
+        words = (
+            f"error: {copy}/weights/index.json: {copy} cannot be written to (Permission denied); choose another place."
+        )
+        assert alone("nobody", copy, 0) == words
     finally:
         copy.chmod(0o755)
     assert not (copy / "weights").exists()

@@ -218,6 +218,7 @@ UNFIT = {
     "length": ({"length": 961}, "state.tokens_per_sequence is 960, --max-model-len 961; lower it to 960"),
     "sequences": ({"sequences": 3}, "buckets.rows is 2, --max-num-seqs 3; lower it to 2"),
     "tokens": ({"tokens": 481}, "tokens of prefill is 480, --max-num-batched-tokens 481; lower it to 480"),
+    "tiers": ({"connector": "OffloadingConnector"}, "--kv-transfer-config OffloadingConnector: .* leave it out"),
     "pictures": ({"pictures": 1}, "--limit-mm-per-prompt image 1; lower it to 0"),
 }
 
@@ -338,5 +339,9 @@ def test_serving_a_bundle_tells_the_engine_all_its_sizes(folder, checkpoint, tmp
     assert graphs_for(Choice(bundle=folder), None)[1] == checkpoint
     done = cli(folder, "--max-len", 961)
     assert done.exit_code == 1 and "--max-len 961: expected 1 to 960; nearest 960" in done.output
+    done = cli(folder, "--mesh", "tp=2")
+    assert done.exit_code == 1 and "is of one rank; nearest tp=1" in done.output
+    done = cli(folder, "--tiers", "host=1GB")
+    assert done.exit_code == 1 and "--tiers: a bundle's caches" in done.output
     done = cli(checkpoint, "--checkpoint", checkpoint)
     assert done.exit_code == 1 and "goes with a bundle" in done.output

@@ -15,7 +15,7 @@ import pytest
 
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
-from kimi_graph.serving.launch import Launch
+from kimi_graph.serving.launch import Launch, cores_of_ranks
 from tests.serving.served import SETTINGS
 
 
@@ -29,12 +29,13 @@ def cli(*words):
 
 
 def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
-    done = cli("serve", tiny, "--mesh", "pp=2", "--max-len", 512, "--port", 8123, "--dry-run")
+    done = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run")
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
     assert "--trust-remote-code" not in words
 
@@ -45,13 +46,22 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
         ({"max_len": 0}, "nearest 1"),
         ({"max_len": 10**9}, "nearest 1,048,576"),
         ({"port": 70000}, "1 to 65535"),
-        ({"mesh": Mesh(data=2)}, "pipeline stages alone"),
-        ({"mesh": Mesh(tensor=2)}, "nearest pp=1"),
+        ({"mesh": Mesh(pipe=2, data=2, tensor=2)}, "nearest pp=2,tp=2"),
+        ({"mesh": Mesh(tensor=2, experts=1)}, "nearest tp=2"),
+        ({"mesh": Mesh(tensor=3)}, "nearest tp at which everything divides, nothing padded: 2"),
+        ({"mesh": Mesh(pipe=100)}, "nearest 5"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(tiny, changes, words):
     with pytest.raises(KimiGraphError, match=words):
         launch(tiny, **changes)
+
+
+@pytest.mark.parametrize(
+    "cores, ranks, words", [(range(4), 2, "0,1|2,3"), (range(2), 2, "0|1"), (range(2), 4, "0|1|0|1"), ([3], 1, "3")]
+)
+def test_every_rank_of_a_cpu_has_cores(cores, ranks, words):
+    assert cores_of_ranks(cores, ranks) == words
 
 
 def test_a_folder_that_is_none_or_a_bundle_is_refused(tmp_path):

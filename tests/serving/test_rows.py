@@ -41,6 +41,15 @@ def test_groups_are_of_one_kind_and_at_most_half_padding(requests, shared):
         assert rows.at.numel() <= MOST_PADDING * int(rows.counts.sum())
 
 
+@given(REQUESTS, st.sampled_from([2, 4]))
+def test_rows_that_are_read_are_padded_to_a_multiple_of_the_ranks_that_share_them(requests, ways):
+    plain, padded = rows_of(*step(requests)), rows_of(*step(requests), ways=ways)
+    for a, b in zip(plain, padded, strict=True):
+        assert b.at.shape[1] == (1 if b.step else -(-a.at.shape[1] // ways) * ways)
+        assert a.at[a.real].equal(b.at[b.real])
+        assert set(b.at[~b.real].tolist()) <= set(a.at[:, -1].tolist())
+
+
 @given(REQUESTS)
 def test_where_pages_are_shared_rows_go_in_the_order_of_what_is_there_already(requests):
     groups = rows_of(*step(requests), shared=True)

@@ -1,0 +1,94 @@
+# pyright: reportMissingImports=false
+"""Pages to and from the node's shared memory, by plain copies: the engine's own copies are for GPUs alone.
+
+On a device with copies of its own the engine's, or its plugin's, are used.
+"""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+
+class HostCopies(OffloadingWorker):
+    """Copies in a thread of their own, in the order of jobs, while the engine computes."""
+
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+        self.caches, self.region = caches, region
+        self.pages = [t.tensor for t in caches.tensors]
+        self.kept = [region.create_next_worker_view(t.page_size_bytes) for t in caches.tensors]
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="host_copies")
+        self.jobs: dict[int, Future[TransferResult]] = {}
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.jobs[job_id] = self.thread.submit(self._copy, job_id, src_spec, dst_spec, store=True)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self.jobs[job_id] = self.thread.submit(self._copy, job_id, dst_spec, src_spec, store=False)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        done = [job for job, future in self.jobs.items() if future.done()]
+        return [self.jobs.pop(job).result() for job in done]
+
+    def wait(self, job_ids: set[int]) -> None:
+        for job in job_ids & self.jobs.keys():
+            self.jobs[job].result()
+
+    def shutdown(self) -> None:
+        self.thread.shutdown()
+        self.pages = self.kept = []
+        self.region.cleanup()
+
+    def _copy(self, job: int, pages: Any, chunks: Any, *, store: bool) -> TransferResult:
+        begun, size = time.monotonic(), 0
+        for page, chunk in self._pairs(pages, chunks):
+            (chunk if store else page).copy_(page if store else chunk)
+            size += page.numel()
+        return TransferResult(job, True, size, time.monotonic() - begun)
+
+    def _pairs(self, pages: Any, chunks: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a page in the engine's cache and where shared memory keeps them, layer by layer."""
+        groups = pages.block_ids.tolist(), chunks.block_ids.tolist()
+        start = 0
+        for refs, size in zip(self.caches.group_data_refs, pages.group_sizes, strict=True):
+            own = [ids[start : start + size] for ids in groups]
+            start += size
+            for ref in refs:
+                page, kept = self.pages[ref.tensor_idx], self.kept[ref.tensor_idx]
+                for at, to in zip(*own, strict=True):
+                    yield page[at, : ref.page_size_bytes], kept[to, : ref.page_size_bytes]
+
+
+def check_places(caches: CanonicalKVCaches) -> None:
+    """What `precision.layout_of` takes for granted of a chunk, told by the engine's own tensors."""
+    assert len({t.page_size_bytes for t in caches.tensors}) == 1, "pages of several sizes"
+    for refs in caches.group_data_refs:
+        assert [ref.tensor_idx for ref in refs] == list(range(len(refs))), "layers lie in another order"
+
+
+class HostTiers(TieringOffloadingSpec):
+    """The engine's tiers, with copies that a CPU can make."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        if self._worker is None:
+            assert self.blocks_per_chunk == 1, "a page is kept by itself"
+            check_places(kv_caches)
+            region = SharedOffloadRegion(
+                engine_id=self._engine_id,
+                num_chunks=self.num_chunks,
+                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                cpu_page_size=self.cpu_page_size_per_worker,
+            )
+            self._worker = HostCopies(kv_caches, region)
+        return self._worker
