@@ -162,8 +162,13 @@ class KimiGraphForCausalLM(nn.Module):
 
     @property
     def page(self) -> int:
-        """Tokens of a page."""
-        return self.cache_config.block_size
+        """Tokens of a page, as the caches were allocated.
+
+        The engine's config is not asked: where vLLM's server has the worker in the engine's process, it reads the
+        platform's defaults into the config once more when the caches are there already, and it says 128 again.
+        """
+        pools = (cache.state().latent for cache in self.caches.values() if isinstance(cache, MlaCache))
+        return next((pool.shape[1] for pool in pools), self.cache_config.block_size)  # without attention: unused
 
     def _batch(self, told: Any, rows: Rows, pages: int) -> Batch[Tensor]:
         """Where a group stands in the caches of some layers: those with pages, or those with slots."""

@@ -69,6 +69,16 @@ def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Outp
     ]
 
 
+def differ_at_a_tie(one: Output, other: Output, rounding: float) -> bool:
+    """Whether two answers are the same until one has a token that is as good as the other's but for rounding."""
+    for a, b, best, again in zip(one.tokens, other.tokens, one.top, other.top, strict=True):
+        if abs(max(best.values()) - max(again.values())) > rounding:
+            return False
+        if a != b:
+            return b in best and best[a] - best[b] <= rounding
+    return True
+
+
 def counted(llm: Any, name: str) -> float:
     """A counter of the engine's metrics."""
     return sum(m.value for m in llm.get_metrics() if m.name == name)
