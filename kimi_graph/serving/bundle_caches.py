@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
+from kimi_graph.errors import BundleError
 
 from . import compat
 from .bundles import Graphs, Runner, calls_of, inputs_of, row_parts, runner_for
@@ -49,10 +50,11 @@ class AllMemories(KdaCache):
 class AllRows(MlaCache):
     """The engine's paged cache, of all attention layers."""
 
-    def __init__(self, vllm_config: VllmConfig, config: ModelConfig, layers: tuple[int, ...], row: int) -> None:
-        mixer = config.layers[layers[0]].mixer
+    def __init__(self, vllm_config: VllmConfig, graphs: Graphs, layers: tuple[int, ...]) -> None:
+        config, mixer = graphs.config, graphs.config.layers[layers[0]].mixer
         assert isinstance(mixer, MlaConfig)
-        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, row)
+        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, graphs.row)
+        self.graphs = graphs
         mixers = {i: config.layers[i].mixer for i in layers}
         self.widths = {
             f"s.layers.{i}.mla.{leaf}": width
@@ -64,6 +66,18 @@ class AllRows(MlaCache):
     def get_attn_backend(self) -> type[PagesBackend]:
         """Asked by the engine."""
         return _backend(self.row)
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Take `[blocks, page, row]`, or what the engine's release has in its place.
+
+        Raises:
+            BundleError: the engine has allocated other pages than it was told.
+        """
+        super().bind_kv_cache(kv_cache)
+        found = dict(zip(("pages", "page_tokens"), compat.pages_of(self.kv_cache).shape, strict=False))
+        for key, size in found.items():
+            if size != (want := self.graphs.contract[key]):
+                raise BundleError(f"{self.graphs.where}: state.{key} is {want}; the engine has allocated {size}.")
 
     def states(self) -> dict[str, Tensor]:
         """`[blocks, page, width]` of each layer, by the bundle's names."""
@@ -95,7 +109,7 @@ class BundleSide:
         for i, layer in enumerate(config.layers):
             kinds[type(layer.mixer)].append(i)
         kda, mla = (tuple(x) for x in kinds.values())
-        self.rows = AllRows(vllm_config, config, mla, graphs.row)
+        self.rows = AllRows(vllm_config, graphs, mla)
         self.memories = AllMemories(vllm_config, config, kda) if kda else None
         self.runner: Runner | None = None
         self.logits = torch.zeros(1, config.vocab)
