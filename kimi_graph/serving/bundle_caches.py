@@ -17,18 +17,20 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from kimi_graph import tree
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
 from kimi_graph.errors import BundleError
 
 from . import compat
 from .bundles import Graphs, Runner, calls_of, inputs_of, row_parts, runner_for
-from .caches import KDA_STATES, KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
+from .caches import KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
 from .rows import reads_new_pages, rows_of
 
 
 def all_shapes(config: ModelConfig) -> Shapes:
     """Shapes of one sequence's state of all KDA layers: a dimension of layers, then those of one."""
     mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig)]
+    assert len({kda_shapes(m, 1) for m in mixers}) == 1, "one shape for the memories of all layers"
     return tuple((len(mixers), *shape) for shape in kda_shapes(mixers[0], 1))
 
 
@@ -38,13 +40,17 @@ class AllMemories(KdaCache):
     def __init__(self, vllm_config: VllmConfig, config: ModelConfig, layers: tuple[int, ...]) -> None:
         mixer = config.layers[layers[0]].mixer
         assert isinstance(mixer, KdaConfig)
-        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, 1)
+        super().__init__(vllm_config, f"layers.{layers[0]}.linear_attn", mixer, 1)
         self.shapes, self.layers = all_shapes(config), layers
 
     def states(self) -> dict[str, Tensor]:
         """`[blocks, ..]` of each layer, by the bundle's names."""
-        named = list(zip(KDA_STATES, self.kv_cache, strict=True))
-        return {f"s.layers.{i}.kda.{leaf}": x[:, at] for at, i in enumerate(self.layers) for leaf, x in named}
+        windows, memories = self.kv_cache
+        found = {}
+        for at, i in enumerate(self.layers):
+            state = self.state_in(windows[:, at], memories[:, at])
+            found |= {f"s.layers.{i}.kda.{leaf}": x for leaf, x in tree.items(state)}
+        return found
 
 
 class AllRows(MlaCache):
@@ -53,7 +59,7 @@ class AllRows(MlaCache):
     def __init__(self, vllm_config: VllmConfig, graphs: Graphs, layers: tuple[int, ...]) -> None:
         config, mixer = graphs.config, graphs.config.layers[layers[0]].mixer
         assert isinstance(mixer, MlaConfig)
-        super().__init__(vllm_config, f"layers.{layers[0]}.mixer", mixer, graphs.row)
+        super().__init__(vllm_config, f"layers.{layers[0]}.self_attn", mixer, graphs.row)
         self.graphs = graphs
         mixers = {i: config.layers[i].mixer for i in layers}
         self.widths = {
@@ -105,6 +111,7 @@ class BundleSide:
     def __init__(self, vllm_config: VllmConfig, graphs: Graphs) -> None:
         self.graphs, config = graphs, graphs.config
         self.device = torch.device(vllm_config.device_config.device)
+        graphs.check_device(self.device)
         kinds: dict[type, list[int]] = {KdaConfig: [], MlaConfig: []}
         for i, layer in enumerate(config.layers):
             kinds[type(layer.mixer)].append(i)

@@ -235,6 +235,18 @@ class Graphs:
             return
         self._check_memories()
 
+    def check_device(self, device: torch.device) -> None:
+        """Whether anything here calls it where an engine runs.
+
+        Raises:
+            BundleError: nothing does; said before caches are made.
+        """
+        if device.type != "cpu":
+            raise BundleError(
+                f"{self.bundle.folder}: nothing here calls a bundle on {device.type} in an engine: GE takes a state as "
+                "one tensor without gaps, a page of the engine holds several; leave it out to serve the checkpoint."
+            )
+
     def _check_memories(self) -> None:
         """Whether pages hold memories: one table of pages is all that an engine has."""
         where, state, least, step = self.where, self.contract, self.least_page, self.settings.tokens
@@ -407,11 +419,7 @@ def runner_for(graphs: Graphs, folder: Path, device: torch.device) -> Runner:
         BundleError: nothing here does.
         CheckpointError: the checkpoint is not the model's.
     """
-    if device.type != "cpu":
-        raise BundleError(
-            f"{graphs.bundle.folder}: nothing here calls a bundle on {device.type} in an engine: GE takes a state as "
-            "one tensor without gaps, a page of the engine holds several; leave it out, and the checkpoint is served."
-        )
+    graphs.check_device(device)
     return CpuRunner(graphs, folder)
 
 
