@@ -197,10 +197,12 @@ class KimiGraphHybridForCausalLM(KimiGraphForCausalLM, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
-from . import ascend, compat
-from .bundle_caches import BundleSide, all_shapes
-from .bundle_settings import graphs_of
-from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
+        config = config_of(vllm_config.model_config.model)
+        if graphs_of(vllm_config) is not None:
+            return all_shapes(config)
+        if ascend.here():
+            ascend.fit(vllm_config, config)
+        kda = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig))
         return kda_shapes(kda, vllm_config.parallel_config.tensor_parallel_size)
 
     @classmethod
