@@ -79,8 +79,7 @@ class Tiers:
             tier = {"type": "Files", "module_path": f"{__package__}.files", "root_dir": str(folder)}
             extra["secondary_tiers"] = [tier | {"most": self.most, "low": self.low}]
         return {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": f"{__package__}.connector",
+            "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }
