@@ -21,8 +21,10 @@ class Tiers:
     """Tiers below the engine's own cache, nearest first.
 
     Attributes:
-        host: bytes of the node's shared memory. policy: what leaves it first, one of `POLICIES`.
-        files: folder of the file tier, None without. most: bytes that it may fill, None without a bound.
+        host: bytes of the node's shared memory.
+        policy: what leaves it first, one of `POLICIES`.
+        files: folder of the file tier, None without.
+        most: bytes that it may fill, None without a bound.
         low: how attention pages are written to files, one of `CODES`; None: as they are. Memories of recurrent layers
             always are written as they are.
     """

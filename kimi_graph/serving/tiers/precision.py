@@ -22,7 +22,10 @@ class Layout:
 
     Attributes:
         pages: `[(offset, rows)]` in bytes of the chunk, one for each layer and rank.
-        width: numbers of a row. run: that share a scale; divides width. dtype: of a number. code: one of `CODES`.
+        width: numbers of a row.
+        run: that share a scale; divides width.
+        dtype: of a number.
+        code: one of `CODES`.
     """
 
     pages: Sequence[tuple[int, int]]
