@@ -858,7 +858,10 @@ def verify_bundle(
             report = compare(bundle, config, weights, modes, steps, seed, progress, ran)
             report.notes.append(f"{bundle.manifest['mesh']['ranks']} ranks, each in a process of its own, over gloo")
     if bisect and not report.passed and bundle.manifest["mesh"] is not None:
-        report.difference = "--bisect names a node of a bundle of one rank; this one is of a mesh."
+        report.difference = (
+            "--bisect names a node of a bundle of one rank, this one is of a mesh: compile it without --mesh as well, "
+            "where a wrong lowering differs too."
+        )
     elif bisect and not report.passed:
         from .bisect import first_difference
 

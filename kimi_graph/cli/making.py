@@ -160,7 +160,8 @@ def compile(  # noqa: A001 (the command's name)
 
         config = load_config_aloud(model)
         if devices is not None:
-            from kimi_graph.plan.search import Ask, dies, make_plan, several
+            from kimi_graph.display import several
+            from kimi_graph.plan.search import Ask, dies, make_plan
 
             best = make_plan(
                 Ask(

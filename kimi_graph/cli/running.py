@@ -1,5 +1,6 @@
 """Commands that run a bundle, or write what hosts run."""
 
+import json
 import os
 import shlex
 import time
@@ -10,7 +11,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import fail, judge, progress_shown, show, without_collecting
+from .output import fail, judge, manner, progress_shown, show, without_collecting
 
 
 @command
@@ -197,7 +198,7 @@ def serve(
         mesh=Mesh.parse(mesh),
         tiers=None if tiers is None else Tiers.parse(tiers),
     )
-    print(shlex.join(launch.command), flush=True)
+    print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
     if dry_run:
         return
     begun = time.monotonic()
