@@ -33,6 +33,7 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": False}
+    settings |= {"enable_prefix_caching": True}  # as `serve` does; 0.27 has it off where layers have a memory
     llm = vllm.LLM(str(model), **settings | options)
     try:
         yield llm
@@ -67,6 +68,16 @@ def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Outp
         )
         for o in outs
     ]
+
+
+def differ_at_a_tie(one: Output, other: Output, rounding: float) -> bool:
+    """Whether two answers are the same until one has a token that is as good as the other's but for rounding."""
+    for a, b, best, again in zip(one.tokens, other.tokens, one.top, other.top, strict=True):
+        if abs(max(best.values()) - max(again.values())) > rounding:
+            return False
+        if a != b:
+            return b in best and best[a] - best[b] <= rounding
+    return True
 
 
 def counted(llm: Any, name: str) -> float:
