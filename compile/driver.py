@@ -16,7 +16,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, arranged, check_length
+from kimi_graph.config import ModelConfig, arranged, check_length, check_whole
 from kimi_graph.errors import CompileError
 from kimi_graph.files import Standing
 from kimi_graph.models import decoder
@@ -111,7 +111,7 @@ class Request:
 
     @functools.cached_property
     def layout(self) -> Layout | None:
-        """The model on its mesh; None: one rank."""
+        """The model on its mesh; None for one rank."""
         if self.mesh is None:
             return None
         choices = {"exchange": self.exchange, "split_cache": self.split_cache, "pad": self.pad}
@@ -124,7 +124,7 @@ class Request:
 
     @functools.cached_property
     def form(self) -> str:
-        """What graphs keep the routed experts in: "plain", or a form of `weight_formats`.
+        """What graphs keep the routed experts in, "plain" or a form of `weight_formats`.
 
         Raises:
             CompileError: no kernel of the target takes that.
@@ -208,9 +208,10 @@ class Request:
         Raises:
             CompileError: a number that cannot be meant.
         """
-        for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
-            if value < 1:
-                raise CompileError(f"{name} is {value}; the smallest is 1.")
+        sizes = {"--batch": self.rows, "--chunk": self.chunk, "--max-len": self.max_len, "--page": self.page}
+        check_whole("compile", CompileError, **sizes)
+        optional = {"--pages": self.pages, "--patches": self.patches}
+        check_whole("compile", CompileError, least=None, **{name: n for name, n in optional.items() if n is not None})
         legal = legal_phases(self.config)
         if self.config.vision is None and self.patches is not None:
             raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")
