@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import os
 import signal
 import subprocess
@@ -38,6 +39,8 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
     assert "--trust-remote-code" not in words
+    said = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run", "--json")
+    assert json.loads(said.stdout) == {"command": words}
 
 
 @pytest.mark.parametrize(
