@@ -31,7 +31,12 @@ MISSING = (
     "build/serve/bin/pip install -e '.[serve]', and run build/serve/bin/kimi-graph; its CPU build: docs/serving.md."
 )
 # What the server reads besides flags, where the caller has not said otherwise.
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
+}
 MOST_WAIT_S = 1800  # until it is healthy
 GRACE_S = 10  # from asking the server to end to ending it
 
