@@ -9,8 +9,8 @@ float32 unless told otherwise: there another answer is a fault, and not bfloat16
 Promises, each printed with what was found; exit code 1 where one is broken:
 * answers: each has the tokens that it had first. Where two tokens' logprobs were as near as sums in another order can
   be, an answer may go on with the other one: a tie, counted by itself.
-* requests: none fails, and none is stuck: if nothing moves for `--stuck` seconds, the server's counters and its threads'
-  stacks are written down and the run ends.
+* requests: none fails or is stuck. If nothing moves for `--stuck` seconds, the server's counters and its threads'
+  stacks are written down, and the run ends.
 * memory: the lower 95 % bound of the slope of the server's resident memory, after a first quarter to warm up in, is not
   above 32 MB an hour, which is what 10 kB a request would be at one request a second.
 * pages: when the last answer is given, the engine uses none.
