@@ -1,8 +1,9 @@
 # pyright: reportMissingImports=false
 """The engine's cache of each layer, seen as the library's state of that layer: views, nothing is copied.
 
-A KDA layer's memory and windows are a block of the engine's recurrent-state cache, in the state contract's order of
-axes. Of an attention layer one page holds rows of latent, rope channels and index key beside each other.
+A KDA layer's windows and memory are a block of the engine's recurrent-state cache, in the state contract's order of
+axes. Of an attention layer one page holds rows of latent, rope channels and index key beside each other; under
+vllm-ascend that is otherwise, see `ascend`.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from kimi_graph import layers
 from kimi_graph.config import KdaConfig, MlaConfig
 from kimi_graph.layers import KdaState, MlaState
 
@@ -25,18 +25,21 @@ from . import compat
 from .hf_config import row_parts
 
 Shapes = tuple[tuple[int, ...], ...]
-KDA_STATES = ("memory", "query", "key", "value")  # in the order in which a block holds them
 
 
 def kda_shapes(c: KdaConfig, ways: int) -> Shapes:
-    """Shapes of one sequence's state, on a rank that has 1/ways of the heads."""
-    specs = layers.kda_state_specs(c, 1, torch.float32)
-    return tuple((s.shape[1] // ways, *s.shape[2:]) for s in (getattr(specs, name) for name in KDA_STATES))
+    """Shapes of one sequence's windows and memory, on a rank that has 1/ways of the heads.
+
+    The windows of queries, keys and values are one state, before the memory: vllm-ascend lays out blocks of two states,
+    the smaller one first.
+    """
+    heads = c.heads // ways
+    return (heads * (2 * c.key + c.value), c.conv_width - 1), (heads, c.value, c.key)
 
 
 def kda_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Of the memory, and of the windows of query, key and value."""
-    return (torch.float32, dtype, dtype, dtype)
+    """Of the windows, and of the memory."""
+    return (dtype, torch.float32)
 
 
 class KdaCache(nn.Module, MambaBase):
@@ -47,6 +50,7 @@ class KdaCache(nn.Module, MambaBase):
     def __init__(self, vllm_config: VllmConfig, name: str, c: KdaConfig, ways: int) -> None:
         super().__init__()
         self.name, self.shapes, self.dtypes = name, kda_shapes(c, ways), kda_dtypes(vllm_config.model_config.dtype)
+        self.channels = c.key, c.key, c.value
         self.kv_cache: Any = ()
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -57,7 +61,11 @@ class KdaCache(nn.Module, MambaBase):
         return self.dtypes
 
     def state(self) -> KdaState[Tensor]:
-        return KdaState(**dict(zip(KDA_STATES, self.kv_cache, strict=True)))
+        windows, memory = self.kv_cache
+        heads = memory.shape[1]
+        parts = windows.split([heads * channels for channels in self.channels], 1)
+        query, key, value = (x.unflatten(1, (heads, -1)) for x in parts)
+        return KdaState(memory=memory, query=query, key=key, value=value)
 
 
 class MlaCache(nn.Module, AttentionLayerBase):

@@ -25,6 +25,22 @@ def pages_of(cache: Tensor) -> Tensor:
     return cache
 
 
+class PicturesAlone:
+    """A multimodal processor's step of 0.27: pictures without a text go to the parts of a processor that transformers
+    names, of which ours has none. The processor itself takes them, as it is asked to in 0.32.
+    """
+
+    info: Any
+    _get_hf_mm_data: Any
+
+    def _apply_hf_processor_mm_only(self, mm_items: Any, hf_processor_mm_kwargs: Any, tokenization_kwargs: Any) -> Any:
+        given = {kind for kind, count in mm_items.get_all_counts().items() if count}
+        data, passed = self._get_hf_mm_data(mm_items.select(given))
+        made = self.info.ctx.call_hf_processor(self.info.get_hf_processor(), data, dict(hf_processor_mm_kwargs))
+        made.update(passed)
+        return made
+
+
 def model_types(registered: type, names: tuple[str, ...]) -> None:
     """Make a config class that of some `model_type`s, before those that the engine or transformers have for them."""
     from transformers import AutoConfig

@@ -29,8 +29,8 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.parallel.processes import Member
 from kimi_graph.read_config import load_config
 
-from . import compat
-from .caches import KDA_STATES, KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
+from . import ascend, compat
+from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
 from .ranks import Place, check_mesh
 from .rows import Rows, reads_new_pages, rows_of
@@ -61,11 +61,13 @@ class KimiGraphForCausalLM(nn.Module):
         self.caches: dict[int, KdaCache | MlaCache] = {}
         row = cached_row(self.config)
         for i in self.place.layers:
-            mixer, name = self.config.layers[i].mixer, f"layers.{i}.mixer"
+            mixer = self.config.layers[i].mixer
             if isinstance(mixer, KdaConfig):
-                self.caches[i] = KdaCache(vllm_config, name, mixer, self.place.mesh.tensor)
+                self.caches[i] = KdaCache(vllm_config, f"layers.{i}.linear_attn", mixer, self.place.mesh.tensor)
+            elif ascend.here():
+                self.caches[i] = ascend.Halves(vllm_config, f"layers.{i}.self_attn", mixer, self.config)
             else:
-                self.caches[i] = MlaCache(vllm_config, name, mixer, row)
+                self.caches[i] = MlaCache(vllm_config, f"layers.{i}.self_attn", mixer, row)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The library reads the checkpoint's folder itself; what the engine would read is not asked for."""
@@ -154,7 +156,7 @@ class KimiGraphForCausalLM(nn.Module):
         """
         states = (cache.state() for cache in self.caches.values())
         pools = (state.latent for state in states if isinstance(state, MlaState))
-        return next((pool.shape[1] for pool in pools), self.cache_config.block_size)  # without attention: unused
+        return next((pool.shape[1] for pool in pools), ascend.page(self.cache_config.block_size))
 
     def _batch(self, told: Any, rows: Rows, pages: int) -> Batch[Tensor]:
         """Where a group stands in the caches of some layers: those with pages, or those with slots."""
@@ -181,8 +183,10 @@ class KimiGraphHybridForCausalLM(KimiGraphForCausalLM, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
-        mixers = [layer.mixer for layer in config_of(vllm_config.model_config.model).layers]
-        kda = next(m for m in mixers if isinstance(m, KdaConfig))
+        config = config_of(vllm_config.model_config.model)
+        if ascend.here():
+            ascend.fit(vllm_config, config)
+        kda = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig))
         return kda_shapes(kda, vllm_config.parallel_config.tensor_parallel_size)
 
     @classmethod
@@ -192,7 +196,7 @@ class KimiGraphHybridForCausalLM(KimiGraphForCausalLM, HasInnerState, IsHybrid):
     @classmethod
     def get_mamba_state_copy_func(cls) -> Any:
         """Windows and memories are copied whole: a state is that of one number of tokens."""
-        return (get_temporal_copy_spec,) * len(KDA_STATES)
+        return (get_temporal_copy_spec,) * len(kda_dtypes(torch.float32))
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -213,6 +217,10 @@ def check(vllm_config: VllmConfig) -> None:
     for words, found in refused.items():
         if found:
             raise ConfigError(f"{words}; leave it out.")
+    if ascend.here() and not vllm_config.model_config.enforce_eager:
+        raise ConfigError(
+            "--enforce-eager is missing: a step reads lengths on the host, vllm-ascend cannot capture it."
+        )
 
 
 def place_of(vllm_config: VllmConfig, config: ModelConfig) -> Place:

@@ -29,6 +29,7 @@ from kimi_graph.config import VisionConfig
 from kimi_graph.models.decoder import schedule
 from kimi_graph.vision import SIDE_LIMIT, VisionInput, most_patches, prepare_image
 
+from . import compat
 from .engine import KimiGraphForCausalLM, KimiGraphHybridForCausalLM, config_of
 
 OPENS, PLACEHOLDER = "<|media_content|>", "<|media_pad|>"
@@ -93,7 +94,7 @@ def placeholder() -> str:
     return f"<|media_begin|>image{OPENS}{PLACEHOLDER}<|media_end|>"
 
 
-class Pictures(BaseMultiModalProcessor[Info]):
+class Pictures(compat.PicturesAlone, BaseMultiModalProcessor[Info]):
     """Pictures of a request as patches, and the placeholders that stand for them among the tokens."""
 
     def _get_mm_fields_config(self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:

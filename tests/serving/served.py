@@ -33,6 +33,7 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "disable_log_stats": False}
+    settings |= {"enable_prefix_caching": True}  # as `serve` does; 0.27 has it off where layers have a memory
     llm = vllm.LLM(str(model), **settings | options)
     try:
         yield llm
