@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kimi_graph.display import several
 from kimi_graph.ops.kernel_project import commands
 
 from . import air
@@ -100,7 +101,8 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
 
 def _graph_lines(g: dict[str, Any], overlaps: Sequence[Overlap]) -> list[str]:
     nodes = sum(g["ops"].values())
-    size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{g['rows']} rows x {g['tokens']} tokens"
+    rows, tokens = several(g["rows"], "row"), several(g["tokens"], "token")
+    size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{rows} x {tokens}"
     head = f"{g['name']}: {size}, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
     inputs, outputs = ([f"{port['name']} {_shape(port)}" for port in g[side]] for side in ("inputs", "outputs"))
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))

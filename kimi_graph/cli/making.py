@@ -82,6 +82,12 @@ def compile(  # noqa: A001 (the command's name)
     pages: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
     ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Slots of KDA states; an engine wants N pages. Default: one for each row."
+        ),
+    ] = None,
     patches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
     ] = None,
@@ -154,7 +160,8 @@ def compile(  # noqa: A001 (the command's name)
 
         config = load_config_aloud(model)
         if devices is not None:
-            from kimi_graph.plan.search import Ask, dies, make_plan, several
+            from kimi_graph.display import several
+            from kimi_graph.plan.search import Ask, dies, make_plan
 
             best = make_plan(
                 Ask(
@@ -183,6 +190,7 @@ def compile(  # noqa: A001 (the command's name)
             max_len=max_len,
             page=page,
             pages=pages,
+            slots=slots,
             patches=patches,
             weights=weights,
             weights_format=weights_format or "bf16",

@@ -138,7 +138,8 @@ def show(result: Result, where: Path | None = None) -> None:
         return
     if not how.quiet and (text := result.text()):
         print(_fitted(text, sys.stdout))
-    print(f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s")
+    last = f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s"
+    print(_fitted(last, sys.stdout))
 
 
 def _place(where: Path | None) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
@@ -24,6 +25,9 @@ from kimi_graph.read_config import load_config
 
 from .ranks import check_mesh
 from .tiers.plan import Tiers
+
+if TYPE_CHECKING:
+    from .bundles import Graphs  # which brings torch and what executes graphs
 
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
@@ -41,6 +45,22 @@ MOST_WAIT_S = 1800  # until it is healthy
 GRACE_S = 10  # from asking the server to end to ending it
 
 
+def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
+    """The checkpoint folder that MODEL is, or that it is a bundle of, and the bundle's graphs.
+
+    Raises:
+        KimiGraphError: --checkpoint without a bundle; a bundle that no engine calls, or without its checkpoint.
+    """
+    if not (model / "manifest.json").is_file():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint {checkpoint}: goes with a bundle, and {model} is none; leave it out.")
+        return model, None
+    from .bundles import Choice, graphs_for
+
+    graphs, folder = graphs_for(Choice(bundle=model.resolve()), checkpoint)
+    return folder, graphs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """A server that can be started.
@@ -52,6 +72,8 @@ class Launch:
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
         tiers: below the engine's own cache.
+        tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
+        graphs: of a bundle that the engine is to call; the folder is its checkpoint.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -64,6 +86,8 @@ class Launch:
     max_len: int | None
     mesh: Mesh
     tiers: Tiers | None = None
+    tool_parser: str | None = None
+    graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -71,9 +95,10 @@ class Launch:
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
         config = load_config(self.folder)
-        if self.max_len is not None and not 1 <= self.max_len <= config.max_len:
-            length = 1 if self.max_len < 1 else config.max_len
-            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {length:,}.")
+        longest = config.max_len if self.graphs is None else self.graphs.settings.length
+        if self.max_len is not None and not 1 <= self.max_len <= longest:
+            nearest = 1 if self.max_len < 1 else longest
+            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
         nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
@@ -81,6 +106,10 @@ class Launch:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
             raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
         check_mesh(config, self.mesh)
+        if self.graphs is not None and self.mesh.world > 1:
+            raise ConfigError(f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of one rank; nearest tp=1.")
+        if self.graphs is not None and self.tiers is not None:
+            raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
             raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
@@ -93,8 +122,13 @@ class Launch:
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        elif self.graphs is not None:
+            words += ["--max-model-len", str(self.graphs.settings.length)]
+        if self.tool_parser is not None:
+            words += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_parser]
         if self.tiers is not None:
             words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
+        words += [] if self.graphs is None else self.graphs.flags
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words

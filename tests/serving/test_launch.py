@@ -40,6 +40,8 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
     assert "--trust-remote-code" not in words
+    said = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run", "--json")
+    assert json.loads(said.stdout) == {"command": words}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def running(folder, port, **environment):
     """`kimi-graph serve`: its process, and its first and last lines."""
     words = [sys.executable, "-m", "kimi_graph", "serve", str(folder), "--name", "k31"]
     own = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "OMP_NUM_THREADS"}
-    words += ["--max-len", "512", "--port", str(port)]
+    words += ["--max-len", "512", "--port", str(port), "--tool-parser", "hermes"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own | environment)
     assert process.stdout is not None
     command = process.stdout.readline()
