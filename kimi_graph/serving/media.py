@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Pictures of requests, loaded by vLLM's own loader; one that it will not load is a fault of the request.
 
-Two of its refusals vLLM 0.32 takes for faults of the server (status 500): that of Pillow, by its header, of a picture too
-large to be unpacked, and its own of a path on the server's disk.
+Two of its refusals vLLM 0.32 takes for faults of the server (status 500): that of Pillow, by its header, of a picture
+too large to be unpacked, and its own of a path on the server's disk.
 """
 
 import contextlib
