@@ -259,6 +259,9 @@ def weights(
         typer.Option(metavar="FILE", help='Tokens of each expert, {"1": [..]} by layer: of which experts are copies.'),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read again all that is there, and compare hashes.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="The same, and make files anew that are damaged; others stay.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
     ] = False,
@@ -284,6 +287,7 @@ def weights(
             ranks=None if ranks is None else parse_ranks(ranks),
             jobs=jobs,
             verify=verify,
+            repair=repair,
             dry=dry_run,
             loads=loads,
             progress=progress,

