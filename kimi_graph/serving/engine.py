@@ -180,10 +180,9 @@ class KimiGraphForCausalLM(nn.Module):
         The engine's config is not asked: where vLLM's server has the worker in the engine's process, it reads the
         platform's defaults into the config once more when the caches are there already, and it says 128 again.
         """
-        states = (cache.state() for cache in self.caches.values() if isinstance(cache, MlaCache))
-        return next(
-            (s.latent.shape[1] for s in states if isinstance(s, MlaState)), ascend.page(self.cache_config.block_size)
-        )
+        states = (cache.state() for cache in self.caches.values())
+        pools = (state.latent for state in states if isinstance(state, MlaState))
+        return next((pool.shape[1] for pool in pools), ascend.page(self.cache_config.block_size))
 
     def _batch(self, told: Any, rows: Rows, pages: int) -> Batch[Tensor]:
         """Where a group stands in the caches of some layers: those with pages, or those with slots."""
