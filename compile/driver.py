@@ -81,6 +81,7 @@ class Request:
         max_len: longest sequence, tokens.
         page: tokens of a cache page.
         pages: of the pool, None: as many as needed.
+        slots: of KDA states, nobody's included; None: one for each row.
         patches: of a picture, at most; None: 4,096 (models with vision alone).
         kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
         target: what it is lowered for.
@@ -99,6 +100,7 @@ class Request:
     max_len: int = 4096
     page: int = 128
     pages: int | None = None
+    slots: int | None = None
     constants: bool = False
     patches: int | None = None
     kv_dtype: str = "bf16"
@@ -237,6 +239,7 @@ class Request:
         slots, enough = self._pools(sequence_pages)
         pages = enough if self.pages is None else self.pages
         self._check_pages(pages, sequence_pages)
+        slots = self._check_slots(slots)
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
             slots=slots, images=self._images(),
@@ -266,6 +269,17 @@ class Request:
                 f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}"
                 + (f", {self._pools(sequence_pages)[1]} for {self.rows} sequences as long." if self.rows > 1 else ".")
             )
+
+    def _check_slots(self, least: int) -> int:
+        """Slots that there are: of each shard one for each row and nobody's, or more."""
+        shards = 1 if self.layout is None else self.layout.shards
+        slots = least if self.slots is None else self.slots
+        if slots < least or slots % shards or slots >= 2**31:
+            nearest = min(max(least, slots - slots % shards), (2**31 - 1) // shards * shards)
+            whose = "" if shards == 1 else f", as many on each of {shards} shards"
+            why = f"each row has one, and slot 0 is nobody's{whose}"
+            raise CompileError(f"--slots {slots}: {why}; at least {least}, nearest {nearest}.")
+        return slots
 
     @property
     def _patches(self) -> int:
@@ -561,6 +575,7 @@ def compile_model(
     max_len: int | None = None,
     page: int | None = None,
     pages: int | None = None,
+    slots: int | None = None,
     patches: int | None = None,
     kv_dtype: str = "bf16",
     weights: str = "input",
@@ -598,7 +613,7 @@ def compile_model(
     """
     length = min(Request.max_len, config.max_len) if max_len is None else max_len
     batch = mesh.data if batch is None and mesh is not None else batch
-    numbers = {"rows": batch, "page": page, "pages": pages, "patches": patches}
+    numbers = {"rows": batch, "page": page, "pages": pages, "slots": slots, "patches": patches}
     given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     request = Request(
         config=arranged(config, redundant_experts, moe_chunks),

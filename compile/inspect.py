@@ -48,8 +48,6 @@ class Contents:
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
         count = len(self.bundle.weights["weights"])
         held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
-        if self.ahead is not None:
-            held += f"; of {len(self.ahead.ranks):,} ranks made ahead: {self.ahead.bytes:,} bytes in weights/"
         lines = [
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
@@ -57,6 +55,7 @@ class Contents:
             *(line for words in package_lines(m) for line in wrapped("package   ", words)),
             *(line for words in (*mesh_lines(m), *_rules_lines(m), *_rank_lines(m)) for line in wrapped("", words)),
             *wrapped("weights   ", f"{size['weights']:,} bytes in {count:,} graph weights, {held}"),
+            *(wrapped("          ", self.ahead.said) if self.ahead is not None else ()),
             *wrapped(
                 "states    ",
                 f"{size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "

@@ -149,7 +149,11 @@ def bringup(
 
 @command
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a bundle.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of a bundle: its weights. Default: the checkpoint it was compiled from."),
+    ] = None,
     mesh: Annotated[
         str, typer.Option(metavar="pp=A,tp=B", help="The engine's ranks: pipeline stages, and ranks of each.")
     ] = "tp=1",
@@ -169,20 +173,24 @@ def serve(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
-    """Serve a checkpoint on vLLM. Prints and starts the engine's own OpenAI server with the flags that the model needs,
-    waits until it is healthy, and ends it on Ctrl-C. Needs vLLM in the same environment (docs/serving.md).
+    """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
+    flags that the model needs, waits until it is healthy, and ends it on Ctrl-C. Needs vLLM in the same environment
+    (docs/serving.md).
 
     \b
     kimi-graph serve build/k31 --name k31 --max-len 4096
     kimi-graph serve build/k31 --mesh pp=2 --dry-run
     kimi-graph serve build/k31 --tiers host=4GB,file=build/pages:100GB
+    kimi-graph serve build/k31-a3 --checkpoint build/k31
     """
     from kimi_graph.parallel import Mesh
-    from kimi_graph.serving.launch import Launch, ending_with_signals
+    from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
     from kimi_graph.serving.tiers.plan import Tiers
 
+    folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
-        folder=model,
+        folder=folder,
+        graphs=graphs,
         name=name or model.resolve().name,
         host=host,
         port=port,

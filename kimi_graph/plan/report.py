@@ -26,7 +26,7 @@ MORE_BATCH = (1, 8, 32, 128)
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan for a reader: what it takes, the best mesh, its times by what they go to, and the other meshes."""
+    """The plan for a reader: meshes, the ledger and times of the best one, and what is published beside them."""
     o, ask = plan.best, plan.ask
     lines = [
         f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name} ({ask.target.product}, "

@@ -194,6 +194,7 @@ REFUSED = {
     "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages .* at least 5, 9 for 2"),
     "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, 29 for 7"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
+    "fewer slots than rows": ({"batch": 3, "slots": 3}, "--slots 3: .* at least 4, nearest 4"),
     "rows beyond 32 bits": ({"batch": 10**11}, "--batch 100,000,000,000: .* in 32 bits, at most 2,147,483,647"),
     "an unknown phase": (
         {"phases": ("prefill", "train")},
