@@ -694,8 +694,8 @@ SMALL = 1 << 28  # bytes of weights: the fixtures
 def enough_threads(weights: int) -> Iterator[None]:
     """Inside, a model of so many bytes of weights runs on one thread if it is small.
 
-    Products of a fixture are over before other threads are awake, which spin meanwhile, and on a busy machine are waited
-    for: 200 s in place of 24, and 40 s of CPU time in place of 5.
+    Products of a fixture are over before other threads are awake, which spin meanwhile, and on a busy machine are
+    waited for: 200 s in place of 24, and 40 s of CPU time in place of 5.
     """
     before = torch.get_num_threads()
     if weights < SMALL:
