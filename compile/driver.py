@@ -36,6 +36,7 @@ from .executor import infer_shapes
 from .fuse import CHAINS, fuse_chains
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .kept import Kept
+from .least import RUNTIME, check_least, least_weights
 from .lower import Choice, Weights
 from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
@@ -190,6 +191,22 @@ class Request:
             raise CompileError(f"--weights-format {self.weights_format}: packed weights need --weights input.")
         if self.constants and self.mesh is not None:
             raise CompileError("--weights constant: ranks of a mesh have different weights; take --weights input.")
+
+    def check_least(self) -> None:
+        """Whether there is hope that the ranks of a mesh hold their weights, before any graph is made.
+
+        Raises:
+            CompileError: there is none.
+        """
+        if (layout := self.layout) is None or not {"prefill", "decode"} & set(self.phases):
+            return
+        rules = layout.rules("decode")
+        packed = {path: self.packed(path, rules) for path in self._specs}
+        held = least_weights(layout, self._specs, packed)
+        stages = [stage.layers for stage in layout.stages(self.buckets()[-1])]
+        check_least(
+            f"{self.config.name} on {self.mesh}", self.target.name, self.target.memory_bytes, RUNTIME, stages, held
+        )
 
     def _check_choices(self) -> None:
         """Choices of a mesh need one."""
@@ -632,6 +649,8 @@ def compile_model(
         **given,
     )
     request.check()  # before anything expensive
+    if must_fit:
+        request.check_least()
     if out is not None:
         bundle.check_place(out)
     if request.constants:

@@ -1,11 +1,13 @@
 """The frame of the command line: exit codes, what goes to which stream. What commands do is tested elsewhere."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import types
 from pathlib import Path
 
@@ -32,6 +34,7 @@ class Found:
     assumptions = ("the moon is round",)
     tensors, bytes = 7, 1_500_000
     root, folder = "torchair", "made"
+    clock = types.SimpleNamespace(step=contextlib.nullcontext)
     summary = "2 graphs, 12 nodes"
 
     def text(self):
@@ -481,6 +484,18 @@ def test_progress_is_a_line_per_task_where_there_is_no_terminal(capsys):
             progress("Downloading", done, 2)
         progress("Tracing", 0, 0)
     assert capsys.readouterr() == ("", "Downloading ...\nTracing ...\n")
+
+
+def test_quiet_work_says_nothing_from_its_threads_either(capsys):
+    token = output.manner.set(output.Manner(quiet=True))
+    try:
+        with progress_shown() as progress:
+            thread = threading.Thread(target=progress, args=("write weights", 1, 2))
+            thread.start()
+            thread.join()
+    finally:
+        output.manner.reset(token)
+    assert capsys.readouterr().err == ""
 
 
 def test_what_takes_a_moment_has_neither_bar_nor_line(monkeypatch, capsys):

@@ -209,8 +209,9 @@ def compile(  # noqa: A001 (the command's name)
         if golden and out is not None:
             from kimi_graph.compile.golden import write_golden
 
-            progress("golden", 0, 0)
-            tell(f"golden    {write_golden(out, source, golden)} cases of single operators")
+            with made.clock.step("golden"):
+                cases = write_golden(out, source, golden)
+            tell(f"golden    {cases} cases of single operators")
     show(made, None if dry_run else out)
 
 

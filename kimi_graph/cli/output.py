@@ -186,12 +186,12 @@ def progress_shown(*, of_bytes: bool = False, bars_alone: bool = False) -> Itera
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
+    how = manner.get()  # threads of the work, which say how far they are, do not know it
     with contextlib.ExitStack() as stack:
         begun: set[str] = set()
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def tell(what: str, done: int, total: int) -> None:
-            how = manner.get()
             if how.quiet:
                 return
             if total and sys.stderr.isatty():

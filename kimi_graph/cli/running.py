@@ -171,6 +171,10 @@ def serve(
         str | None,
         typer.Option(metavar="host=SIZE,..", help="Keep cached pages in shared memory, and in files: file=DIR:SIZE."),
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option("--tool-parser", metavar="NAME", help="vLLM's, of the model's tool calls: kimi_k3, kimi_k2, .."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
     """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
@@ -197,6 +201,7 @@ def serve(
         max_len=max_len,
         mesh=Mesh.parse(mesh),
         tiers=None if tiers is None else Tiers.parse(tiers),
+        tool_parser=tool_parser,
     )
     print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
     if dry_run:

@@ -36,7 +36,12 @@ MISSING = (
     "build/serve/bin/pip install -e '.[serve]', and run build/serve/bin/kimi-graph; its CPU build: docs/serving.md."
 )
 # What the server reads besides flags, where the caller has not said otherwise.
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
+}
 MOST_WAIT_S = 1800  # until it is healthy
 GRACE_S = 10  # from asking the server to end to ending it
 
@@ -68,6 +73,7 @@ class Launch:
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
         tiers: below the engine's own cache.
+        tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
 
     Raises:
@@ -81,6 +87,7 @@ class Launch:
     max_len: int | None
     mesh: Mesh
     tiers: Tiers | None = None
+    tool_parser: str | None = None
     graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
@@ -122,6 +129,8 @@ class Launch:
             words += ["--max-model-len", str(self.max_len)]
         elif self.graphs is not None:
             words += ["--max-model-len", str(self.graphs.settings.length)]
+        if self.tool_parser is not None:
+            words += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_parser]
         if self.tiers is not None:
             words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
         words += [] if self.graphs is None else self.graphs.flags

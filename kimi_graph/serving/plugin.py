@@ -14,7 +14,7 @@ def register() -> None:
 
     from kimi_graph.families import FAMILIES
 
-    from . import compat
+    from . import compat, media  # noqa: F401 (registers a loader of pictures)
     from .hf_config import ARCHITECTURES, MODEL_TYPE, EngineConfig
 
     compat.model_types(EngineConfig, (*FAMILIES, MODEL_TYPE))
