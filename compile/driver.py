@@ -16,7 +16,7 @@ import torch
 
 from kimi_graph import tree
 from kimi_graph.checkpoint import Checkpoint, audit, released_formats
-from kimi_graph.config import ModelConfig, arranged, check_length
+from kimi_graph.config import ModelConfig, arranged, check_length, check_whole
 from kimi_graph.errors import CompileError
 from kimi_graph.files import Standing
 from kimi_graph.models import decoder
@@ -208,9 +208,10 @@ class Request:
         Raises:
             CompileError: a number that cannot be meant.
         """
-        for name, value in (("--batch", self.rows), ("--chunk", self.chunk), ("--max-len", self.max_len)):
-            if value < 1:
-                raise CompileError(f"{name} is {value}; the smallest is 1.")
+        sizes = {"--batch": self.rows, "--chunk": self.chunk, "--max-len": self.max_len, "--page": self.page}
+        check_whole("compile", CompileError, **sizes)
+        optional = {"--pages": self.pages, "--patches": self.patches}
+        check_whole("compile", CompileError, least=None, **{name: n for name, n in optional.items() if n is not None})
         legal = legal_phases(self.config)
         if self.config.vision is None and self.patches is not None:
             raise CompileError(f"--patches {self.patches}: {self.config.name} has no vision tower.")

@@ -22,7 +22,7 @@ def make_bundle(
     *,
     mesh: Mesh | str | None = None,
     cann: str = CANN_DEFAULT,
-    providers: Sequence[str] = PROVIDERS_DEFAULT,
+    providers: str | Sequence[str] = PROVIDERS_DEFAULT,
     environ: Mapping[str, str] = os.environ,
     **options: Any,
 ) -> OpenBundle:
@@ -36,7 +36,7 @@ def make_bundle(
         out: the bundle's folder; an older bundle there is replaced.
         on: the target, such as "a3" or "950dt".
         cann: the release that reads the graphs.
-        providers: whose operators.
+        providers: whose operators, as a sequence or with commas; `phases` may be given so too.
         mesh: of ranks that run it together, or its text, `pp=2,tp=2`; None: one rank.
         environ: where KIMI_GRAPH_CACHE and KIMI_GRAPH_TORCH_NPU_WHEEL are looked up, as on the command line.
         options: `batch`, `chunk`, `max_len`, `page`, `pages`, `phases`, `weights_format` and all others of
@@ -55,6 +55,13 @@ def make_bundle(
         "cache_dir": Path(cache) if cache else default_cache(environ),
         "keep": True,
     }
-    profile = target(on, cann=cann, providers=tuple(providers))
+    if "phases" in options:
+        options["phases"] = _words(options["phases"])
+    profile = target(on, cann=cann, providers=_words(providers))
     compile_model(config, target=profile, out=Path(out), **{**given, **options})
     return open_bundle(out)
+
+
+def _words(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Names, as a sequence or as the command line has them: `prefill,decode`."""
+    return tuple(word.strip() for word in given.split(",")) if isinstance(given, str) else tuple(given)

@@ -1,6 +1,7 @@
 """`kg.open_bundle`: a bundle for programs, read only. What it is, what a rank holds, and its weights as tensors."""
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -321,6 +322,8 @@ def open_bundle(
     Raises:
         BundleError: it is no bundle, is damaged, or is made for something else: the field is named.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise BundleError(f"open_bundle: found {type(path).__name__}, expected a bundle's folder.")
     opened = OpenBundle(Path(path), bundle.open_bundle(path))
     with as_written(opened.folder):
         texts = {"model": model, "mesh": mesh}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import formats, tree
 from .audit import DESCRIPTION, Audit, audit_names
-from .config import ModelConfig
+from .config import ModelConfig, check_config
 from .errors import CheckpointError, ConfigError
 from .files import new_folder, read_into
 from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, at_home, counted, read_headers
@@ -182,6 +182,7 @@ def load_params(
             what it may not: a scale that is NaN, padding that is not zero.
         ConfigError: a layer the model does not have, or a `dtype` that is not a float.
     """
+    check_config(config, "load_params")
     dtype = dtype or config.dtype
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"load_params: dtype {dtype}; expected float64, float32, bfloat16 or float16.")

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -456,3 +457,23 @@ def _cached(c: MlaConfig) -> int:
     """Numbers a layer keeps of a token; one that reuses another's selection keeps no index key."""
     index = 0 if c.indexer is None or c.indexer.shared else c.indexer.key
     return c.latent + c.key_rope + index
+
+
+def check_config(found: Any, what: str) -> None:
+    """Refuse what is no config, a preset's name say; `what`: the function that was called.
+
+    Raises:
+        ConfigError: `found` is not a `ModelConfig`.
+    """
+    if not isinstance(found, ModelConfig):
+        shown = repr(found) if isinstance(found, str | Path) else type(found).__name__
+        raise ConfigError(f"{what}: config: found {shown}, expected a ModelConfig, which kg.load_config(...) gives.")
+
+
+def check_whole(what: str, error: type[Exception] = ConfigError, least: int | None = 1, **numbers: Any) -> None:
+    """Refuse what is no whole number, or below `least` (None: any): `check_whole("init_state", batch=batch)`."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise error(f"{what}: {name}: found {value!r}, expected a whole number.")
+        if least is not None and value < least:
+            raise error(f"{what}: {name} is {value:,}; the smallest is {least}.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import pieces_of, released_formats, write_shards
-from .config import KdaConfig, MlaConfig, ModelConfig
+from .config import KdaConfig, MlaConfig, ModelConfig, check_config
 from .errors import CheckpointError, ConfigError
 from .files import Standing, check_writable, new_folder
 from .models import init_params, model_specs
@@ -62,6 +62,7 @@ def make_fixture(
         CheckpointError: `out` is something else's, or exists.
         KimiGraphError: nothing can be written there, or somebody else has meanwhile.
     """
+    check_config(config, "make_fixture")
     out = Path(out)
     source = small_config(config, layers, quantised, ways)
     small = parse_config(source, origin=f"fixture of {config.name}", name=out.absolute().name)

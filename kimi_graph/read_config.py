@@ -7,6 +7,7 @@ ignored; keys without influence on the result are listed as `inert`. All faults 
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ def load_known(source: str | Path) -> tuple[ModelConfig, tuple[str, ...]]:
 
 def _find(source: str | Path) -> tuple[Path, str]:
     """The file that `source` means, and what the model is called."""
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"model: found {type(source).__name__}, expected a preset's name, a config.json or a checkpoint's folder."
+        )
     path = Path(source)
     if isinstance(source, str) and source in presets():
         path, name = PRESETS / f"{source}.json", source

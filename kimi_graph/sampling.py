@@ -3,14 +3,16 @@
 Axes: B sequences, T tokens, V vocab.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checkpoint import load_params
-from .config import ModelConfig
+from .config import ModelConfig, check_config, check_whole
 from .errors import ConfigError
 from .models import Decoder, decode, init_state, prefill
 from .streamed import StreamedExperts
@@ -58,13 +60,12 @@ def generate(
             limit, streamed experts of parameters in memory.
         CheckpointError: the folder is not a checkpoint of this model.
     """
-    params = _params(config, params, stream_experts)
+    check_config(config, "generate")
+    check_whole("generate", max_new_tokens=max_new_tokens, chunk=chunk)
+    _check_share("temperature", temperature, "0 (greedy) or above, and finite", lambda x: 0 <= x < math.inf)
+    _check_share("top_p", top_p, "above 0, at most 1", lambda x: 0 < x <= 1)
     rows = _rows(prompt)
-    if temperature < 0 or not 0 < top_p <= 1 or max_new_tokens < 1:
-        raise ConfigError(
-            f"generate: temperature {temperature} (>= 0), top_p {top_p} (in (0, 1]) or "
-            f"max_new_tokens {max_new_tokens} (>= 1) is out of range."
-        )
+    params = _params(config, params, stream_experts)
     longest = max(map(len, rows))
     state = init_state(config, len(rows), longest + max_new_tokens, params.embed.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -91,6 +92,11 @@ def generate(
     return out
 
 
+def _check_share(name: str, value: Any, legal: str, holds: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):  # nan holds nothing
+        raise ConfigError(f"generate: {name}: found {value!r}, expected a number, {legal}.")
+
+
 def _params(config: ModelConfig, params: Decoder[Tensor] | str | Path, stream: bool) -> Decoder[Tensor]:
     if not isinstance(params, Decoder):
         return load_params(params, config, stream_experts=stream)
@@ -103,6 +109,8 @@ def _params(config: ModelConfig, params: Decoder[Tensor] | str | Path, stream: b
 
 
 def _rows(prompt: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> list[Tensor]:
+    if isinstance(prompt, str | bytes):
+        raise ConfigError("generate: prompt: found text, expected ids of tokens; a tokenizer makes them.")
     if isinstance(prompt, Tensor):
         rows = list(prompt if prompt.ndim == 2 else prompt[None])
     else:

@@ -328,7 +328,7 @@ def shard_plan(
     """
     return shard_model(
         Request(
-            config=load_config(config) if isinstance(config, str) else config,
+            config=config if isinstance(config, ModelConfig) else load_config(config),
             mesh=Mesh.parse(mesh) if isinstance(mesh, str) else mesh,
             phase=phase,
             target=target,

@@ -57,6 +57,8 @@ def prepare_image(c: VisionConfig, image: Source | Sequence[Source], patch_limit
     Raises:
         ConfigError: not a picture that can be read, without pixels, frames of unequal sizes or too many of them.
     """
+    if not isinstance(c, VisionConfig):
+        raise ConfigError(f"image: found {type(c).__name__}, expected the config of a vision tower: config.vision.")
     frames = [open_image(x) for x in (image if isinstance(image, (list, tuple)) else [image])]
     sizes = [frame.size for frame in frames]
     if not 1 <= len(frames) <= c.frames:

@@ -165,7 +165,12 @@ def grouped_matmul(x: Tensor, weight: Tensor, group_sizes: Tensor) -> Tensor:
     rows, (groups, features, width) = x.shape[0], weight.shape
     y, start, ways = x.new_empty(rows, features), 0, shares(weight[0], width)
     round_up = NARROW_ROWS if x.dtype.itemsize < 4 and rows > NARROW_ROWS else 1
-    few = x.expand(ways, rows, width), weight.view(groups, ways, -1, width).mT, y.view(rows, ways, -1).transpose(0, 1)
+    share = features // ways
+    few = (
+        x.expand(ways, rows, width),
+        weight.view(groups, ways, -1, width).mT,
+        y.view(rows, ways, share).transpose(0, 1),
+    )
     for group, size in enumerate(group_sizes.tolist()):
         if not size:
             continue
@@ -267,7 +272,7 @@ def moe_combine(y: Tensor, place: Tensor, weights: Tensor, some: bool = False) -
         weights, place = torch.where(place.view(weights.shape) < 0, 0, weights), place.clamp(min=0)
 
     def combine(place: Tensor, weights: Tensor) -> Tensor:
-        copies = at_least_f32(y.index_select(0, place.flatten())).view(*place.shape, -1)
+        copies = at_least_f32(y.index_select(0, place.flatten())).view(*place.shape, y.shape[1])
         return torch.bmm(at_least_f32(weights)[:, None], copies)[:, 0].to(y.dtype)
 
     return by_rows(combine, place.view(weights.shape), weights, width=weights.shape[1] * y.shape[1])

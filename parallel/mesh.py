@@ -81,6 +81,8 @@ class Mesh:
         Raises:
             ShardingError: an axis that is not known or given twice, a size that is not a positive number.
         """
+        if not isinstance(text, str):
+            raise ShardingError(f"mesh: found {type(text).__name__}, expected a text such as pp=4,dp=2,tp=8.")
         sizes: dict[str, int] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             key, found, size = (p.strip() for p in part.partition("="))

@@ -169,6 +169,20 @@ def one_token(layer: str, x: Tensor) -> None:
         raise ConfigError(f"{layer}: step=True takes one token a row, found {x.shape[1]}; use step=False for more.")
 
 
+def check_input(layer: str, x: Tensor, weight: Tensor) -> None:
+    """Refuse what a layer that is called alone cannot read: `x` is `[B, T, D]`, of the dtype and width of `weight`.
+
+    Raises:
+        ConfigError: another number of dimensions, width or dtype.
+    """
+    found = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+    if x.ndim != 3 or x.shape[-1] != weight.shape[-1]:
+        raise ConfigError(f"{layer}: x: found {found}, expected [B, T, {weight.shape[-1]}].")
+    if x.dtype != weight.dtype:
+        wanted = str(weight.dtype).removeprefix("torch.")
+        raise ConfigError(f"{layer}: x: found {found}, expected the weights' dtype, {wanted}.")
+
+
 def new_rows(
     layer: str, given: tuple[Any, Any], specs: Any, x: Tensor, rope: tuple[RopeConfig, int] | None = None
 ) -> tuple[Any, Batch[Tensor]]:

@@ -19,7 +19,7 @@ from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
 from . import handover
-from .batch import Batch, KdaState, new_rows, one_token
+from .batch import Batch, KdaState, check_input, new_rows, one_token
 from .kernels import Kernels, fla_kda, on_gpu
 from .stretches import own_stretch
 
@@ -132,10 +132,12 @@ def kda(
         kernels: "torch" everywhere; "gpu": those of the extra `gpu`, see `gpu_kernels`.
 
     Raises:
-        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone.
+        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone,
+            an input of another width or dtype than the weights'.
         ShardingError: on a mesh, new tokens that do not divide over the devices that share them out.
     """
     if state is None or batch is None:
+        check_input("kda", x_BTD, p.query)
         specs = kda_state_specs(c, len(x_BTD) + 1, x_BTD.dtype)
         new: tuple[KdaState[Tensor], Batch[Tensor]] = new_rows("kda", (state, batch), specs, x_BTD)
         state, batch = new

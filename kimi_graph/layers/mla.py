@@ -23,7 +23,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
-from .batch import Batch, MlaState, new_rows, one_token, turn
+from .batch import Batch, MlaState, check_input, new_rows, one_token, turn
 from .indexer import Indexer, index_key, indexer_specs, select
 from .kernels import Kernels
 from .stretches import POOL, in_order, merged, own_pages, own_places, own_queries, own_rows, own_stretch
@@ -111,12 +111,14 @@ def mla(
         the selection too, None where the layer is dense.
 
     Raises:
-        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone.
+        ConfigError: kernels that cannot run here, `step` with more than one token a row, `state` or `batch` alone,
+            an input of another width or dtype than the weights'.
         ShardingError: on a mesh, new tokens that do not divide over the devices that share them out, or a sequence
             whose pages do not.
     """
     rotation = None if c.rope is None else (c.rope, c.key_rope)
     if state is None or batch is None:
+        check_input("mla", x_BTD, p.latent)
         rows, tokens, _ = x_BTD.shape
         specs = mla_state_specs(c, rows + 1, tokens, x_BTD.dtype)
         new: tuple[MlaState[Tensor], Batch[Tensor]] = new_rows("mla", (state, batch), specs, x_BTD, rotation)

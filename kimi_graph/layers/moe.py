@@ -34,6 +34,7 @@ from kimi_graph.spec import ParamSpec, weight
 from kimi_graph.taps import tap
 from kimi_graph.tree import Leaf, param_tree
 
+from .batch import check_input
 from .ffn import Ffn, ffn, ffn_specs
 
 
@@ -181,7 +182,11 @@ def moe(p: Moe[Tensor], c: MoeConfig, x_BTD: Tensor, eps: float = 1e-5, table: T
     Args:
         eps: of the norm of latent experts.
         table: where there are copies of experts, see `copies`.
+
+    Raises:
+        ConfigError: an input of another width or dtype than the weights'.
     """
+    check_input("moe", x_BTD, p.shared.gate)
     x_ND = constrain(x_BTD.flatten(0, 1), "token", None)
     scores_NE = contract("nd,ed->ne", at_least_f32(x_ND), at_least_f32(p.router))
     weight_NK, chosen_NK = ops.moe_route(scores_NE, p.bias, c.top_k, c.scale, c.groups, c.kept_groups)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kimi_graph import layers, ops, tree
-from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig
+from kimi_graph.config import DenseConfig, KdaConfig, LayerConfig, MlaConfig, ModelConfig, MoeConfig, check_config
 from kimi_graph.layers import AttnResidual, Batch, Ffn, Kda, KdaState, Mla, MlaState, Moe
 from kimi_graph.ops.contract import contract
 from kimi_graph.parallel import own_index, shard_map
@@ -95,7 +95,12 @@ def block_specs(c: ModelConfig, layer: LayerConfig, prefix: str) -> Block[ParamS
 
 @functools.lru_cache(maxsize=2)  # 0.1 s for K3, whose specs name 250,000 tensors
 def model_specs(c: ModelConfig) -> Decoder[ParamSpec]:
-    """Every parameter of the model: shape, dtype, logical axes, and its name in the released checkpoint. No memory."""
+    """Every parameter of the model: shape, dtype, logical axes, and its name in the released checkpoint. No memory.
+
+    Raises:
+        ConfigError: `c` is not a config, the name of one say.
+    """
+    check_config(c, "model_specs")
     text = f"{c.names.prefix}model."
     vocab = (c.vocab, c.embed)
     return Decoder(

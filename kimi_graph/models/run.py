@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph import layers, tree
-from kimi_graph.config import ModelConfig
+from kimi_graph.config import ModelConfig, check_config, check_whole
 from kimi_graph.errors import ConfigError
 from kimi_graph.init import init_tensor
 from kimi_graph.layers import Batch, KdaState, packing, step_batch
@@ -58,8 +58,9 @@ def init_params(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.f
     Raises:
         ConfigError: a dtype that is no float.
     """
-    if not dtype.is_floating_point:
-        raise ConfigError(f"init_params: dtype: found {dtype}, expected a float such as torch.float32.")
+    check_config(config, "init_params")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"init_params: dtype: found {dtype!r}, expected a float such as torch.float32.")
 
     def make(path: str, spec: ParamSpec) -> Tensor:
         fixed = spec.dtype if dtype != torch.float64 else None
@@ -79,9 +80,8 @@ def init_state(
     Raises:
         ConfigError: `max_len` is over the model's limit, or a number is not positive.
     """
-    for name, value in (("batch", batch), ("max_len", max_len), ("page", page)):
-        if value < 1:
-            raise ConfigError(f"init_state: {name} is {value}; the smallest is 1.")
+    check_config(config, "init_state")
+    check_whole("init_state", batch=batch, max_len=max_len, page=page)
     if max_len > config.max_len:
         raise ConfigError(
             f"init_state: max_len {max_len:,} is over the model's limit; the largest is {config.max_len:,}."
@@ -208,11 +208,13 @@ def prefill(
         of that and a dict of the tapped tensors by name.
 
     Raises:
-        ConfigError: tokens outside the vocabulary, rows that are not the state's, no room left in the state, a state of
-            another dtype than the parameters', images that do not fit their placeholders.
+        ConfigError: config, params and state of different models or swapped, no tokens, tokens outside the vocabulary,
+            rows that are not the state's, no room left in the state, a state of another dtype than the parameters',
+            images that do not fit their placeholders.
     """
     if mask is not None and cu_seqlens is not None:
         raise ConfigError("prefill: give `mask` or `cu_seqlens`, not both.")
+    _check_given(config, params, state, "prefill")
     _check_tokens(tokens, "prefill", "[B, T], a row for each sequence", 2)
     move, restore = _layout(tokens, mask, cu_seqlens)
     inner, counts = move(tokens)
@@ -243,6 +245,26 @@ def _check_tokens(tokens: Any, what: str, expected: str, dims: int) -> None:
     found = list(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
     if not isinstance(tokens, Tensor) or tokens.ndim != dims:
         raise ConfigError(f"{what}: tokens: found {found}, expected a tensor {expected}.")
+    if not tokens.numel():
+        raise ConfigError(f"{what}: tokens: found {found}, which are none; give at least one for each sequence.")
+
+
+def _check_given(config: Any, params: Any, state: Any, what: str) -> None:
+    """Whether these are a config, parameters of it and a state of it; what is swapped or of two models is told."""
+    check_config(config, what)
+    if not isinstance(params, Decoder):
+        found = type(params).__name__
+        raise ConfigError(f"{what}: params: found {found}, expected those of load_params or init_params.")
+    if not isinstance(state, State):
+        found = type(state).__name__
+        raise ConfigError(f"{what}: state: found {found}, expected that of init_state or of the last step.")
+    wanted = (len(config.layers), (config.vocab, config.embed))
+    found = (len(params.layers), tuple(params.embed.shape))
+    if found != wanted or len(state.layers) != wanted[0]:
+        raise ConfigError(
+            f"{what}: {config.name} has {wanted[0]} layers and an embedding {list(wanted[1])}; params have {found[0]} "
+            f"and {list(found[1])}, the state has {len(state.layers)} layers. Make all three with one config."
+        )
 
 
 def _images(config: ModelConfig, tokens: Tensor, vision: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -292,6 +314,7 @@ def decode(
     Raises:
         ConfigError: see `prefill`.
     """
+    _check_given(config, params, state, "decode")
     _check_tokens(token, "decode", "[B], one id per sequence", 1)
     counts = torch.ones_like(token)
     logits, after, found = _run(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.config import ModelConfig, VisionConfig
+from kimi_graph.config import ModelConfig, VisionConfig, check_config
 from kimi_graph.errors import ConfigError
 from kimi_graph.layers import Vision, VisionTables, arrange_patches, vision_forward, vision_tables
 from kimi_graph.layers.vision import vision_block, vision_embed, vision_project
@@ -60,6 +60,7 @@ def encode_image(
     Raises:
         ConfigError: a model without vision, or a picture that cannot be read or does not fit.
     """
+    check_config(config, "encode_image")
     if config.vision is None or params.vision is None:
         raise ConfigError(f"encode_image: {config.name} has no vision tower.")
     given: Any = image if isinstance(image, VisionInput) else prepare_image(config.vision, image)
