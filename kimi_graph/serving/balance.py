@@ -10,13 +10,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kimi_graph.config import MoeConfig
+from kimi_graph.config import ModelConfig, MoeConfig, with_copies
+from kimi_graph.errors import ConfigError
 from kimi_graph.models.decoder import Use, table_name
 from kimi_graph.parallel.balance import Plan, plain_table
+from kimi_graph.parallel.legality import check_redundant
 from kimi_graph.parallel.live import GroupWire, Shelf
 from kimi_graph.taps import collect
 
 from .ranks import Place, in_whole
+
+KEY = "kimi_graph"  # in the engine's --additional-config
+
+
+def with_asked(config: ModelConfig, asked: Any, ways: int) -> tuple[ModelConfig, int]:
+    """The model with the copies of experts that are asked for, and the steps from one rebalance to the next; 0: never.
+
+    Args:
+        config: the model.
+        asked: the engine's `--additional-config`: `{"kimi_graph": {"redundant_experts": N, "rebalance_steps": N}}`.
+        ways: tensor ranks.
+
+    Raises:
+        ConfigError: another key, or no such number.
+        ShardingError: copies that do not divide, see `check_redundant`.
+    """
+    given = asked.get(KEY, {}) if isinstance(asked, dict) else {}
+    names = ("redundant_experts", "rebalance_steps")
+    if not isinstance(given, dict) or not set(given) <= set(names):
+        raise ConfigError(f"--additional-config: {KEY}: found {given!r}, expected an object of {' and '.join(names)}.")
+    for name, value in given.items():
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"--additional-config: {KEY}.{name}: found {value!r}, expected a number from 0 on.")
+    copies, every = (given.get(name, 0) for name in names)
+    experts = [layer.ffn.experts for layer in config.layers if isinstance(layer.ffn, MoeConfig)]
+    if (copies or every) and (ways == 1 or not experts):
+        raise ConfigError(
+            f"--additional-config: {KEY}: experts lie on one rank; leave it out, or set --tensor-parallel-size."
+        )
+    if copies:
+        check_redundant(experts[0], copies, ways)
+    elif every:
+        raise ConfigError(
+            f"--additional-config: {KEY}.redundant_experts: found 0, nearest {ways}: without copies nothing moves."
+        )
+    return with_copies(config, copies), every
 
 
 class Balance:

@@ -7,6 +7,7 @@ batches (`rows`), and the library's forward writes the caches where they lie.
 Axes: N tokens of a step, R requests, B rows of a group, T tokens of its longest, D embed, V vocab.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from kimi_graph.parallel.processes import Member
 from kimi_graph.read_config import load_config
 
 from . import ascend, compat
+from .balance import Balance, with_asked
 from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
 from .ranks import Place, check_mesh
@@ -55,9 +57,12 @@ class KimiGraphForCausalLM(nn.Module):
         super().__init__()
         check(vllm_config)
         self.folder, self.dtype = Path(vllm_config.model_config.model), vllm_config.model_config.dtype
-        self.config, self.cache_config = config_of(str(self.folder)), vllm_config.cache_config
+        ways = vllm_config.parallel_config.tensor_parallel_size
+        self.config, self.every = with_asked(config_of(str(self.folder)), vllm_config.additional_config, ways)
+        self.cache_config = vllm_config.cache_config
         self.place = place_of(vllm_config, self.config)
         self.params: Any = None
+        self.balance: Balance | None = None
         self.caches: dict[int, KdaCache | MlaCache] = {}
         row = cached_row(self.config)
         for i in self.place.layers:
@@ -72,6 +77,8 @@ class KimiGraphForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The library reads the checkpoint's folder itself; what the engine would read is not asked for."""
         self.params = self.place.load(self.folder, self.dtype)
+        balance = Balance(self.place, self.params, self.every)
+        self.balance = balance if balance.shelves else None
         return set()
 
     # ---- what the engine calls ----
@@ -123,6 +130,8 @@ class KimiGraphForCausalLM(nn.Module):
         return {name: torch.zeros(s.shape[1:], dtype=s.dtype or self.dtype, device=device) for name, s in specs.items()}
 
     def _step(self, metadata: Mapping[str, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
+        if self.balance is not None:
+            self.balance.between_steps()
         told = {i: metadata[cache.name] for i, cache in self.caches.items()}
         starts, lengths = ends_of(next(iter(told.values())))
         counts = torch.tensor(starts).diff()
@@ -141,7 +150,11 @@ class KimiGraphForCausalLM(nn.Module):
         states = {i: cache.state() for i, cache in self.caches.items()}
         batches = {id(m): self._batch(m, rows, pages) for m in told.values()}
         own = {i: batches[id(m)] for i, m in told.items()}
-        with donating():
+        counting: Any = contextlib.nullcontext()
+        if self.balance is not None:
+            values |= self.balance.tables(uses)
+            counting = self.balance.counting(rows.real)
+        with donating(), counting:
             results = self.place.run(uses, self.params, values, states, own, step=rows.step)
         at = rows.at[rows.real]
         for name in self.place.gives(sparse=sparse):
