@@ -111,7 +111,7 @@ class Request:
 
     @functools.cached_property
     def layout(self) -> Layout | None:
-        """The model on its mesh; None: one rank."""
+        """The model on its mesh; None for one rank."""
         if self.mesh is None:
             return None
         choices = {"exchange": self.exchange, "split_cache": self.split_cache, "pad": self.pad}
@@ -124,7 +124,7 @@ class Request:
 
     @functools.cached_property
     def form(self) -> str:
-        """What graphs keep the routed experts in: "plain", or a form of `weight_formats`.
+        """What graphs keep the routed experts in, "plain" or a form of `weight_formats`.
 
         Raises:
             CompileError: no kernel of the target takes that.

@@ -284,7 +284,7 @@ class Dtype(Enum):
 
     @property
     def held(self) -> torch.dtype:
-        """The dtype of a torch tensor that holds the values: torch's own, or a wider one where torch has none.
+        """The dtype of a torch tensor that holds the values, torch's own or a wider one where torch has none.
 
         Raises ValueError where nothing is known to hold them.
         """

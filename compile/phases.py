@@ -58,7 +58,7 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        """As its graph is called: the phase, its rows and its tokens a row."""
+        """As its graph is called, by the phase, its rows and its tokens a row."""
         if self.phase == "vision":
             return f"vision_n{self.tokens}"
         return f"{self.phase}_b{self.rows}" + ("" if self.step else f"_t{self.tokens}")

@@ -107,7 +107,7 @@ class MlaConfig:
 
     @property
     def key(self) -> int:
-        """Channels of a head's query and key: those without position, then the rope channels."""
+        """Channels of a head's query and key, those without position and then the rope channels."""
         return self.key_nope + self.key_rope
 
 
@@ -154,7 +154,7 @@ class MoeConfig:
 
     @property
     def slots(self) -> int:
-        """Physical experts: one of each, and copies."""
+        """Physical experts, which are one of each and the copies."""
         return self.experts + self.redundant
 
     @property
@@ -353,7 +353,7 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what the model means: `name`, `source` and keys without influence do not take part."""
+        """SHA-256 of what the model means; `name`, `source` and keys without influence do not take part."""
         return hashlib.sha256(canonical(self).encode()).hexdigest()
 
 

@@ -54,9 +54,16 @@ def collect(patterns: Iterable[str]) -> Iterator[dict[str, Tensor]]:
         _wanted.reset(token)
 
 
+def scope(name: str) -> contextlib.AbstractContextManager[None]:
+    """Inside, tapped names start with `name.` (scopes nest); of no effect where nobody collects."""
+    return _NOBODY if _wanted.get() is None else _scoped(name)
+
+
+_NOBODY = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def scope(name: str) -> Iterator[None]:
-    """Inside, tapped names start with `name.` (scopes nest)."""
+def _scoped(name: str) -> Iterator[None]:
     token = _scope.set(f"{_scope.get()}{name}." if name else _scope.get())
     try:
         yield

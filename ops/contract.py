@@ -6,6 +6,7 @@ With one row, torch's product of float32 runs on one thread, and einsum's of bfl
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function
 
@@ -22,6 +23,8 @@ def contract(equation: str, x: Tensor, y: Tensor) -> Tensor:
     if summed and not has_torch_function((x, y)):
         width = y.shape[-1] if summed == 1 else y.shape[-summed:].numel()
         if x.numel() <= FEW * width:
+            if summed == 1 and y.ndim == 2 and shares(y, width) == 1:
+                return F.linear(x, y)  # as below, in one call
             shape = x.shape[:-summed] + y.shape[:-summed]
             return few_rows(x.reshape(-1, width), y.flatten(-summed) if summed > 1 else y).view(shape)
     return torch.einsum(equation, x, y)

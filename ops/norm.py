@@ -1,8 +1,7 @@
 """Norms over the last dimension: RMSNorm, with a sigmoid gate, LayerNorm, L2 norm; and the gate alone.
 
-Statistics are float32.
 Source: RMSNorm (arXiv:1910.07467), LayerNorm (arXiv:1607.06450); for what is rounded when, fact sheet of models,
-notation and section 3.1.
+notation and section 3.1. Statistics are float32.
 """
 
 import torch

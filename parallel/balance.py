@@ -60,7 +60,7 @@ class Table:
 
     @property
     def copies(self) -> list[tuple[int, ...]]:
-        """The slots of each expert: the table from logical to physical."""
+        """The slots of each expert, the table from logical to physical."""
         found: list[list[int]] = [[] for _ in range(self.experts)]
         for slot, expert in enumerate(self.slots):
             found[expert].append(slot)
@@ -68,7 +68,7 @@ class Table:
 
     @property
     def packed(self) -> list[int]:
-        """The table as a graph takes it: where the slots of each expert begin in it and the last ones end, the slots.
+        """The table as a graph takes it, where the slots of each expert begin in it and the last ones end, the slots.
 
         Of three experts in four slots `(0, 1, 2, 0)`: `[4, 6, 7, 8, 0, 3, 1, 2]`.
         """

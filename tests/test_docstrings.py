@@ -293,6 +293,16 @@ def test_an_entry_of_a_section_stands_on_a_line_of_its_own():
     assert not faults, listed(faults)
 
 
+def test_the_first_line_of_a_property_has_no_colon():
+    """What is before one the reference takes for the property's type."""
+    faults = []
+    for x in public():
+        marks = [ast.unparse(d) for d in x.node.decorator_list]
+        line = re.sub(r"`[^`]*`", "", x.doc.partition("\n")[0])
+        faults += [f"{x.name}: {line}" for m in marks if m.endswith("property") and ": " in line]
+    assert not faults, listed(faults)
+
+
 # Sources.
 
 # They move, place or record tensors; what they compute is another's, which has the source.

@@ -92,7 +92,7 @@ class Trial:
 
     @property
     def folder(self) -> Path | None:
-        """The checkpoint's folder; None: a config alone was given."""
+        """The checkpoint's folder; None where a config alone was given."""
         path = Path(self.source)
         if self.source in presets() or not (path.is_dir() or path.name == INDEX):
             return None

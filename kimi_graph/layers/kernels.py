@@ -44,7 +44,7 @@ class Provider:
 
 
 def gpu_kernels() -> tuple[Provider, ...]:
-    """What `kernels="gpu"` means here, a line each: `print(*kg.gpu_kernels(), sep="\\n")`."""
+    """Who computes what with `kernels="gpu"`, and what is missing for it here; each prints as a line."""
     gpu = "" if torch.cuda.is_available() else "no GPU"
     fla, fla_missing = _found("fla", "fla-core")
     triton, triton_missing = _found("triton", "triton")

@@ -45,7 +45,7 @@ class State(Generic[Leaf]):
 
     @property
     def capacity(self) -> int:
-        """Tokens a sequence can hold: whole pages."""
+        """Tokens a sequence can hold, in whole pages."""
         return self.block_table.shape[1] * self.page  # type: ignore[attr-defined]
 
 
@@ -167,7 +167,7 @@ def _run(
     with (
         torch.inference_mode(lean or torch.is_inference_mode_enabled()),
         donating() if donate else contextlib.nullcontext(),
-        collect(taps or ()) as found,
+        collect(taps) if taps else contextlib.nullcontext({}) as found,
     ):
         logits, after = forward(
             params, config, tokens, state.layers, batch, step=step, last_only=last_only, vision=vision

@@ -268,7 +268,7 @@ class Step:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest stage, with its share of the edges: what a full pipeline gives a step in."""
+        """Seconds of the slowest stage, with its share of the edges; a full pipeline gives a step in this time."""
         return max(s.seconds for s in self.stages) + self.edges / max(1, len(self.stages) - 1)
 
     @property

@@ -36,6 +36,7 @@ from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
 from .ranks import Place, check_mesh
 from .rows import Rows, reads_new_pages, rows_of
+from .tiers.layers import Transfers
 
 
 @functools.lru_cache(maxsize=4)
@@ -138,10 +139,19 @@ class KimiGraphForCausalLM(nn.Module):
         before = torch.tensor(lengths) - counts
         tables = {id(m): m.block_table for m in told.values() if isinstance(m, Pages)}.values()
         shared = any(reads_new_pages(table, before, counts, self.page) for table in tables)
+        transfers = Transfers({i: cache for i, cache in self.caches.items() if isinstance(told[i], Pages)})
         for rows in rows_of(starts, lengths, shared=shared, ways=self.place.mesh.tensor):
-            self._run(rows, told, given, made)
+            self._run(rows, told, given, made, transfers)
+        transfers.written(told)
 
-    def _run(self, rows: Rows, told: Mapping[int, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
+    def _run(
+        self,
+        rows: Rows,
+        told: Mapping[int, Any],
+        given: Mapping[str, Tensor],
+        made: dict[str, Tensor],
+        transfers: Transfers,
+    ) -> None:
         """One group of a step: reads `given`, writes `made` and the caches."""
         pages = -(-rows.longest // self.page)
         sparse = decoder.is_sparse(self.config, pages * self.page)
@@ -155,10 +165,11 @@ class KimiGraphForCausalLM(nn.Module):
             values |= self.balance.tables(uses)
             counting = self.balance.counting(rows.real)
         with donating(), counting:
-            results = self.place.run(uses, self.params, values, states, own, step=rows.step)
+            for some in transfers.awaited(uses):
+                values = self.place.run(some, self.params, values, states, own, step=rows.step)
         at = rows.at[rows.real]
         for name in self.place.gives(sparse=sparse):
-            made[name][at] = results[name][rows.real]
+            made[name][at] = values[name][rows.real]
 
     @property
     def page(self) -> int:

@@ -51,8 +51,9 @@ def test_the_servers_command_has_the_engines_own_configuration(tiny):
     tiers = Tiers.parse("host=1GB,file=pages:2GB,policy=arc")
     launch = Launch(folder=tiny, name="t", host="127.0.0.1", port=1, max_len=None, mesh=Mesh(), tiers=tiers)
     found = json.loads(launch.command[launch.command.index("--kv-transfer-config") + 1])
-    assert found["kv_connector_module_path"] == "kimi_graph.serving.tiers.connector"
+    assert found["kv_connector"] == "OffloadingConnector"
     extra = found["kv_connector_extra_config"]
+    assert extra["spec_module_path"] == "kimi_graph.serving.tiers.host"
     assert (extra["cpu_bytes_to_use"], extra["eviction_policy"]) == (10**9, "arc")
     (tier,) = extra["secondary_tiers"]
     assert Path(tier["root_dir"]).parent == Path("pages").resolve()

@@ -60,10 +60,11 @@ def test_only_rows_of_the_layout_are_written():
 
 def test_groups_with_a_recurrent_layer_have_no_layout():
     groups = {i: ([f"layers.{n}.mixer" for n in names], 16) for i, names in enumerate([(0, 1), (2, 4), (3, 7), (8,)])}
-    found = layout_of(groups, {3, 4, 7, 8}, 96, bytes_of_rank=2**16, ranks=2, dtype=torch.bfloat16, code="fp8")
+    page = 16 * 96 * 2
+    found = layout_of(groups, {3, 4, 7, 8}, 96, bytes_of_rank=2 * page, ranks=2, dtype=torch.bfloat16, code="fp8")
     assert {group: list(layout.pages) for group, layout in found.items()} == {
-        2: [(0, 16), (2**15, 16), (2**16, 16), (2**16 + 2**15, 16)],
-        3: [(0, 16), (2**16, 16)],
+        2: [(0, 16), (page, 16), (2 * page, 16), (3 * page, 16)],
+        3: [(0, 16), (2 * page, 16)],
     }
     assert found[3].run == 32  # what 96 and a run of 64 have in common
 

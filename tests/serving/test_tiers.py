@@ -134,3 +134,65 @@ def test_files_stay_within_their_bound_and_the_tokens_right(folder, library, tmp
                 asked(lib, llm, [prompt])
         files = list(tmp_path.rglob("*.bin"))
         assert 0 < sum(f.stat().st_size for f in files) <= most
+
+
+def test_a_connector_that_loads_by_layer_is_asked_before_each_and_told_after_all(folder, library):
+    """Its pages come when a layer is waited for and not before, so that a layer not waited for would read others."""
+    from tests.serving.by_layer import CALLS, KEPT
+
+    lib = library("deepseek-v3.2")
+    prompts = lib.prompts(300, 270, 60, seed=18)
+    by_layer = {"kv_connector": "ByLayer", "kv_connector_module_path": "tests.serving.by_layer", "kv_role": "kv_both"}
+    with engine(folder("deepseek-v3.2"), kv_transfer_config=by_layer) as llm:
+        asked(lib, llm, prompts, 1)
+        assert llm.reset_prefix_cache()
+        CALLS.clear()
+        # the last one reads a page that is loaded for the first one in the same step
+        assert asked(lib, llm, [*prompts, prompts[0][:200]], 1) == [2 * BLOCK, 2 * BLOCK, 0, BLOCK]
+    layers = [f"layers.{i}" for i in range(len(lib.config.layers))]
+    calls = [(what, name.rpartition(".")[0]) for what, name in CALLS]
+    step = [("start", ""), *(("wait", x) for x in layers), *(("save", x) for x in layers), ("end", "")]
+    assert calls[: len(step)] == step
+    assert all(len(kept) == len(layers) for kept in KEPT.values())
+
+
+def test_others_compute_while_pages_come_back_from_files(folder, library, tmp_path, monkeypatch):
+    """A prompt whose pages are in files waits; one that has none there is answered meanwhile."""
+    import threading
+
+    from kimi_graph.serving.tiers.files import Files
+
+    lib, open_now = library(HARDEST), threading.Event()
+    waits, computes = lib.prompts(300, 40, seed=19)
+    lib.greedy([waits, computes], 4)
+    with tiered(folder(HARDEST), f"host=64MB,file={tmp_path}") as llm:
+        asked(lib, llm, [waits], 4)
+    taken = Files.submit_load
+
+    def slowly(tier, job):
+        threading.Thread(target=lambda: open_now.wait(60) and taken(tier, job)).start()
+
+    monkeypatch.setattr(Files, "submit_load", slowly)
+    with tiered(folder(HARDEST), f"host=64MB,file={tmp_path}") as llm:
+        done = answered(llm, {"waits": waits, "computes": computes}, 4, open_now)
+    assert [name for name, _ in done] == ["computes", "waits"]
+    for name, out in done:
+        prompt = {"waits": waits, "computes": computes}[name]
+        assert list(out.outputs[0].token_ids) == lib.seen[tuple(prompt)][0][:4]
+        assert out.num_cached_tokens == {"waits": 2 * BLOCK, "computes": 0}[name]
+
+
+def answered(llm, prompts, count, open_now):
+    """Requests in the order in which they end; `open_now` is set when the first one has."""
+    from vllm import SamplingParams
+
+    for name, prompt in prompts.items():
+        sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+    done = []
+    while llm.llm_engine.has_unfinished_requests():
+        for out in llm.llm_engine.step():
+            if out.finished:
+                done.append((out.request_id, out))
+                open_now.set()
+    return done

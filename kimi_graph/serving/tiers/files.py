@@ -121,7 +121,7 @@ def _touched(path: str) -> int:
 
 
 def _view(x: Tensor) -> memoryview:
-    return memoryview(x.numpy())
+    return x.numpy().data
 
 
 def layouts_of(spec: OffloadingSpec, code: str) -> dict[int, Layout]:

@@ -78,11 +78,11 @@ class HostTiers(TieringOffloadingSpec):
     """The engine's tiers, with copies that a CPU can make."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        check_places(kv_caches)
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._worker is None:
             assert self.blocks_per_chunk == 1, "a page is kept by itself"
-            check_places(kv_caches)
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,

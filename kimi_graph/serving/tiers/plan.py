@@ -21,8 +21,10 @@ class Tiers:
     """Tiers below the engine's own cache, nearest first.
 
     Attributes:
-        host: bytes of the node's shared memory. policy: what leaves it first, one of `POLICIES`.
-        files: folder of the file tier, None without. most: bytes that it may fill, None without a bound.
+        host: bytes of the node's shared memory.
+        policy: what leaves it first, one of `POLICIES`.
+        files: folder of the file tier, None without.
+        most: bytes that it may fill, None without a bound.
         low: how attention pages are written to files, one of `CODES`; None: as they are. Memories of recurrent layers
             always are written as they are.
     """
@@ -79,8 +81,7 @@ class Tiers:
             tier = {"type": "Files", "module_path": f"{__package__}.files", "root_dir": str(folder)}
             extra["secondary_tiers"] = [tier | {"most": self.most, "low": self.low}]
         return {
-            "kv_connector": "TieredConnector",
-            "kv_connector_module_path": f"{__package__}.connector",
+            "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         }

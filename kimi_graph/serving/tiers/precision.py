@@ -22,7 +22,10 @@ class Layout:
 
     Attributes:
         pages: `[(offset, rows)]` in bytes of the chunk, one for each layer and rank.
-        width: numbers of a row. run: that share a scale; divides width. dtype: of a number. code: one of `CODES`.
+        width: numbers of a row.
+        run: that share a scale; divides width.
+        dtype: of a number.
+        code: one of `CODES`.
     """
 
     pages: Sequence[tuple[int, int]]
@@ -96,7 +99,7 @@ def layout_of(
     found = {}
     for group, (names, tokens) in groups.items():
         if all(int(name.split(".")[1]) in attention for name in names):
-            assert tokens * width * dtype.itemsize <= page, (tokens, width, dtype, page)
+            assert tokens * width * dtype.itemsize == page, (tokens, width, dtype, page)  # memories are padded to it
             at = [(rank * bytes_of_rank + place * page, tokens) for rank in range(ranks) for place in range(len(names))]
             found[group] = Layout(at, width, math.gcd(width, RUN), dtype, code)
     return found
