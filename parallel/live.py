@@ -30,7 +30,7 @@ def digest(expert: Sequence[Tensor]) -> bytes:
     """A hash of all bytes, 32 of them."""
     made = hashlib.blake2b(digest_size=32)
     for x in expert:
-        made.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        made.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return made.digest()
 
 
@@ -85,6 +85,9 @@ class Shelf:
         table: it as the layer takes it, int32 `[experts + 1 + slots]`; written in place.
         weights: of each of those ranks, tensors `[slots of a rank, ...]`; written in place.
         loads: `[experts]` int64, tokens that chose each of them.
+
+    Raises:
+        ShardingError: tensors that do not have a rank's slots.
     """
 
     def __init__(self, placed: Table, weights: Mapping[int, Sequence[Tensor]], wire: Wire | None = None) -> None:
@@ -94,9 +97,6 @@ class Shelf:
             placed: the table.
             weights: by rank of it, each tensor with a rank's slots as its first dimension.
             wire: to the ranks that are not in `weights`; None: all of them are.
-
-        Raises:
-            ShardingError: tensors that do not have a rank's slots.
         """
         self.placed, self.wire = placed, wire
         self.weights = {rank: list(tensors) for rank, tensors in weights.items()}

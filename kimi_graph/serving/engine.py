@@ -22,7 +22,7 @@ from vllm.sequence import IntermediateTensors
 
 from kimi_graph.config import KdaConfig, ModelConfig
 from kimi_graph.errors import ConfigError
-from kimi_graph.layers import Batch, step_batch
+from kimi_graph.layers import Batch, MlaState, step_batch
 from kimi_graph.models import decoder
 from kimi_graph.models.pipeline import value_spec
 from kimi_graph.ops import donating
@@ -178,7 +178,8 @@ class KimiGraphForCausalLM(nn.Module):
         The engine's config is not asked: where vLLM's server has the worker in the engine's process, it reads the
         platform's defaults into the config once more when the caches are there already, and it says 128 again.
         """
-        pools = (cache.state().latent for cache in self.caches.values() if isinstance(cache, MlaCache))
+        states = (cache.state() for cache in self.caches.values())
+        pools = (state.latent for state in states if isinstance(state, MlaState))
         return next((pool.shape[1] for pool in pools), ascend.page(self.cache_config.block_size))
 
     def _batch(self, told: Any, rows: Rows, pages: int) -> Batch[Tensor]:

@@ -98,17 +98,16 @@ def test_one_rank_has_nothing_to_balance_and_nobody_has_to_ask(folder):
 @pytest.mark.filterwarnings("default")
 def test_experts_that_move_while_the_engine_serves_leave_its_tokens(folder, library, monkeypatch):
     """Two tensor ranks of vLLM, which rebalance every few steps, and go on from the prefix cache."""
-    from tests.serving.served import engine
+    from tests.serving.served import engine, tables_in_use
     from tests.serving.test_tokens import rounds
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for a question to the ranks
     lib = library("kimi-linear-48b")
     asked = {"kimi_graph": {"redundant_experts": COPIES, "rebalance_steps": 5}}
     options = {"tensor_parallel_size": WAYS, "additional_config": asked, "disable_log_stats": True}
     with engine(folder("kimi-linear-48b"), **options) as llm:
         rounds(lib, llm, lib.prompts(8, 140, 33, seed=11), times=2)
-        tables = llm.apply_model(lambda model: [shelf.placed for shelf in model.balance.shelves.values()])
+        tables = llm.apply_model(tables_in_use)
     assert tables[0] == tables[1]
     moe = [layer.ffn for layer in lib.config.layers if hasattr(layer.ffn, "experts")]
     assert all(
