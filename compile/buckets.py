@@ -35,8 +35,10 @@ class Room:
 
     Attributes:
         length: tokens of the longest sequence, and `length_why` what sets it.
-        page: tokens of a page. pages: of one shard and pool that sequences may have. pools: that share a sequence's
-            pages. shards: into which rows fall.
+        page: tokens of a page.
+        pages: of one shard and pool that sequences may have.
+        pools: that share a sequence's pages.
+        shards: into which rows fall.
     """
 
     length: int

@@ -46,7 +46,11 @@ def fetch_checkpoint(folder: Path, given: Path | None) -> None:
 
 @contextmanager
 def as_written(folder: Path) -> Iterator[None]:
-    """What is read inside is what compile wrote, or BundleError: a file that someone changed may hold anything."""
+    """What is read inside is what compile wrote: a file that someone changed may hold anything.
+
+    Raises:
+        BundleError: it is not.
+    """
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -83,7 +87,11 @@ class Bundle:
         return found
 
     def graph_bytes(self, entry: dict[str, Any]) -> bytes:
-        """The bytes of a graph's file, checked against the manifest's hash."""
+        """The bytes of a graph's file, checked against the manifest's hash.
+
+        Raises:
+            BundleError: it is missing, changed, or outside the bundle.
+        """
         path = inside(self.folder, entry["file"])
         try:
             data = path.read_bytes()
@@ -93,7 +101,11 @@ class Bundle:
         return data
 
     def check_constants(self) -> None:
-        """Raises BundleError where the file of constants, if the bundle has one, is not what the manifest says."""
+        """Whether the file of constants, if the bundle has one, is what the manifest says.
+
+        Raises:
+            BundleError: it is not.
+        """
         entry = self.manifest["weights"].get("constants")
         if entry is not None:
             path = inside(self.folder, entry["file"])

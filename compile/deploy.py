@@ -50,6 +50,7 @@ from .rank_tables import Communicator, builds_clusters, cluster_files, communica
 from .runbook import runbook
 from .targets import CANN_VERSIONS, Target
 from .verify import bundle_config
+from .wrap import wrapped
 from .written import Written, open_written
 
 LOADER = Path(__file__).parent / "data" / "loader"
@@ -187,6 +188,9 @@ def _overview(d: Deployment) -> Iterator[str]:
         yield f"{host.name:<10}{what}, stage {', '.join(map(str, stages))}"
     if d.mesh.world > 1:
         yield f"rank table {table_version(d.hosts, d.target)}, {len(d.groups)} groups"
+    if "constants" not in d.bundle.manifest["weights"]:
+        not_yet = "not made ahead for all ranks; run kimi-graph weights, and deploy again: the loader reads them"
+        yield from wrapped("weights   ", not_yet if d.written is None else d.written.said)
 
 
 def hosts_example(folder: Path) -> str:
@@ -285,7 +289,7 @@ def _files(d: Deployment, out: Path) -> Iterator[tuple[str, str | bytes]]:
         yield f"ranks/{p.rank}.txt", _lines(_rank_lines(d, p))
         if d.written is not None:
             entries = sorted(d.written.of(p.rank).items())
-            yield f"weights/{p.rank}.txt", _lines((name, e.file, e.offset, e.bytes) for name, e in entries)
+            yield f"weights/{p.rank}.txt", _lines((name, e.file, e.offset, e.bytes, e.sha256) for name, e in entries)
     for host in d.hosts.hosts:
         yield f"hosts/{host.name}/run.sh", _run_script(d, [p for p in d.places if p.host is host])
     if alone := [g for g in d.bundle.manifest["graphs"] if d.alone(g)]:

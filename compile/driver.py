@@ -36,6 +36,7 @@ from .executor import infer_shapes
 from .fuse import CHAINS, fuse_chains
 from .ge_proto import ModelDef, OpDef, is_tiled
 from .kept import Kept
+from .least import RUNTIME, check_least, least_weights
 from .lower import Choice, Weights
 from .manifest import graph_entry, memory_entry, state_contract, target_entry, weight_plan
 from .mesh_manifest import mesh_entry, mesh_lines, shared_states, stage_entry
@@ -81,6 +82,7 @@ class Request:
         max_len: longest sequence, tokens.
         page: tokens of a cache page.
         pages: of the pool, None: as many as needed.
+        slots: of KDA states, nobody's included; None: one for each row.
         patches: of a picture, at most; None: 4,096 (models with vision alone).
         kv_dtype: of the caches of sparse attention: "bf16" (the model's own), "int8" or "fp8".
         target: what it is lowered for.
@@ -99,6 +101,7 @@ class Request:
     max_len: int = 4096
     page: int = 128
     pages: int | None = None
+    slots: int | None = None
     constants: bool = False
     patches: int | None = None
     kv_dtype: str = "bf16"
@@ -189,6 +192,22 @@ class Request:
         if self.constants and self.mesh is not None:
             raise CompileError("--weights constant: ranks of a mesh have different weights; take --weights input.")
 
+    def check_least(self) -> None:
+        """Whether there is hope that the ranks of a mesh hold their weights, before any graph is made.
+
+        Raises:
+            CompileError: there is none.
+        """
+        if (layout := self.layout) is None or not {"prefill", "decode"} & set(self.phases):
+            return
+        rules = layout.rules("decode")
+        packed = {path: self.packed(path, rules) for path in self._specs}
+        held = least_weights(layout, self._specs, packed)
+        stages = [stage.layers for stage in layout.stages(self.buckets()[-1])]
+        check_least(
+            f"{self.config.name} on {self.mesh}", self.target.name, self.target.memory_bytes, RUNTIME, stages, held
+        )
+
     def _check_choices(self) -> None:
         """Choices of a mesh need one."""
         moe = self.config.moe
@@ -237,6 +256,7 @@ class Request:
         slots, enough = self._pools(sequence_pages)
         pages = enough if self.pages is None else self.pages
         self._check_pages(pages, sequence_pages)
+        slots = self._check_slots(slots)
         shape = Bucket(
             phase="decode", rows=self.rows, tokens=1, page=self.page, pages=pages, sequence_pages=sequence_pages,
             slots=slots, images=self._images(),
@@ -266,6 +286,17 @@ class Request:
                 f"a step writes {tokens:,} tokens, and page 0 is nobody's{whose}; at least {least}"
                 + (f", {self._pools(sequence_pages)[1]} for {self.rows} sequences as long." if self.rows > 1 else ".")
             )
+
+    def _check_slots(self, least: int) -> int:
+        """Slots that there are: of each shard one for each row and nobody's, or more."""
+        shards = 1 if self.layout is None else self.layout.shards
+        slots = least if self.slots is None else self.slots
+        if slots < least or slots % shards or slots >= 2**31:
+            nearest = min(max(least, slots - slots % shards), (2**31 - 1) // shards * shards)
+            whose = "" if shards == 1 else f", as many on each of {shards} shards"
+            why = f"each row has one, and slot 0 is nobody's{whose}"
+            raise CompileError(f"--slots {slots}: {why}; at least {least}, nearest {nearest}.")
+        return slots
 
     @property
     def _patches(self) -> int:
@@ -561,6 +592,7 @@ def compile_model(
     max_len: int | None = None,
     page: int | None = None,
     pages: int | None = None,
+    slots: int | None = None,
     patches: int | None = None,
     kv_dtype: str = "bf16",
     weights: str = "input",
@@ -598,7 +630,7 @@ def compile_model(
     """
     length = min(Request.max_len, config.max_len) if max_len is None else max_len
     batch = mesh.data if batch is None and mesh is not None else batch
-    numbers = {"rows": batch, "page": page, "pages": pages, "patches": patches}
+    numbers = {"rows": batch, "page": page, "pages": pages, "slots": slots, "patches": patches}
     given: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     request = Request(
         config=arranged(config, redundant_experts, moe_chunks),
@@ -617,6 +649,8 @@ def compile_model(
         **given,
     )
     request.check()  # before anything expensive
+    if must_fit:
+        request.check_least()
     if out is not None:
         bundle.check_place(out)
     if request.constants:

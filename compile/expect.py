@@ -66,7 +66,8 @@ def check_checkpoint_model(bundle: Bundle, folder: Path) -> None:
     """Whether the config beside a checkpoint's weights, if there is one, is of the bundle's model.
 
     Raises:
-        BundleError: it is not. ConfigError: it cannot be read.
+        BundleError: it is not.
+        ConfigError: it cannot be read.
     """
     config = folder / "config.json"
     if config.is_file():

@@ -10,10 +10,11 @@ from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel.experts import buffer_bytes
 
 from .ge_proto import ModelDef, OpDef, get_attr, shape_of
+from .least import RUNTIME
 from .rank_tables import communicators
 from .scratch import scratch_bytes
 
-BUFFER_MIB, RUNTIME = 200, 2 << 30  # HCCL_BUFFSIZE unless set; what the runtime takes of a die (assumed)
+BUFFER_MIB = 200  # HCCL_BUFFSIZE unless set
 
 
 def buffer_mib(models: Mapping[str, ModelDef]) -> int:

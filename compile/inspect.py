@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kimi_graph.display import several
 from kimi_graph.ops.kernel_project import commands
 
 from . import air
@@ -47,8 +48,6 @@ class Contents:
         made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
         count = len(self.bundle.weights["weights"])
         held = f"in {m['weights']['constants']['file']}" if "constants" in m["weights"] else "bound at load"
-        if self.ahead is not None:
-            held += f"; of {len(self.ahead.ranks):,} ranks made ahead: {self.ahead.bytes:,} bytes in weights/"
         lines = [
             f"model     {m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}",
             f"target    {m['target']['name']} ({m['target']['product']}), CANN {m['target']['cann']}",
@@ -56,6 +55,7 @@ class Contents:
             *(line for words in package_lines(m) for line in wrapped("package   ", words)),
             *(line for words in (*mesh_lines(m), *_rules_lines(m), *_rank_lines(m)) for line in wrapped("", words)),
             *wrapped("weights   ", f"{size['weights']:,} bytes in {count:,} graph weights, {held}"),
+            *(wrapped("          ", self.ahead.said) if self.ahead is not None else ()),
             *wrapped(
                 "states    ",
                 f"{size['states']:,} bytes in {len(s['states'])} states: {s['slots']} slots, {s['pages']} pages of "
@@ -100,7 +100,8 @@ def _choice_lines(manifest: dict[str, Any]) -> list[str]:
 
 def _graph_lines(g: dict[str, Any], overlaps: Sequence[Overlap]) -> list[str]:
     nodes = sum(g["ops"].values())
-    size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{g['rows']} rows x {g['tokens']} tokens"
+    rows, tokens = several(g["rows"], "row"), several(g["tokens"], "token")
+    size = f"{g['tokens']} patches" if g["phase"] == "vision" else f"{rows} x {tokens}"
     head = f"{g['name']}: {size}, {nodes:,} nodes, {g['bytes']:,} bytes, {g['file']}"
     inputs, outputs = ([f"{port['name']} {_shape(port)}" for port in g[side]] for side in ("inputs", "outputs"))
     counts = sorted(g["ops"].items(), key=lambda item: (-item[1], item[0]))

@@ -106,6 +106,7 @@ class Kept:
             "--max-len": r.max_len,
             "--page": r.page,
             "--pages": r.pages,
+            "--slots": r.slots,
             "--patches": r.patches,
             "--mesh": None if r.mesh is None else str(r.mesh),
             "--exchange": r.exchange,

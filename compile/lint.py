@@ -2,7 +2,8 @@
 
 One function per proof; each says what it has proved, or the first thing that is not so:
 
-* files: hashes; manifest and weight plan are those of the graphs.
+* files: hashes; manifest and weight plan are those of the graphs. Weights made ahead are of this bundle and have the
+  sizes that their index says; they are not read.
 * kernels: the project that builds operators of ours is whole, unchanged, and has those that graphs need.
 * graphs: every graph against operator prototypes, limits and rules (`checks`).
 * groups: each group is in the manifest, has every rank of its stages once, and no more ranks than one stage has.
@@ -23,7 +24,7 @@ from kimi_graph.parallel import Mesh
 from kimi_graph.progress import Notify, silent
 
 from . import air
-from .bundle import WRITTEN, Bundle, as_written, open_bundle
+from .bundle import Bundle, as_written, open_bundle
 from .checks import check_graph
 from .executor.node import attrs_of
 from .expect import Expected, bundle_config
@@ -34,7 +35,7 @@ from .order import COLLECTIVE, order_collectives
 from .places import group_of
 from .prototypes import Prototypes
 from .sums import check_sums, weight_dims
-from .written import INDEX
+from .written import open_written
 
 LOOSE = ("_", "input_layout_info", "output_layout_info")  # attributes that say nothing about what a node does
 
@@ -149,10 +150,10 @@ def _prove(name: str, folder: Path, proof: Callable[[], str]) -> Proof:
 def _files(files: Files) -> str:
     files.bundle.check_constants()
     check_claims(files.bundle, files.config, files.models)
-    ahead = (files.bundle.folder / WRITTEN / INDEX).is_file()
+    written = open_written(files.bundle)
     return (
         f"{len(files.models)} graphs have the hashes, shapes, weights and states that the manifest says"
-        f"{'; weights made ahead are not read: kimi-graph weights --verify does' if ahead else ''}"
+        f"{'' if written is None else f'; weights: {written.said}'}"
     )
 
 

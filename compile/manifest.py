@@ -278,8 +278,7 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
         made = described(layout, b, models[entry["name"]], entry, where)
         made |= {key: entry[key] for key in ("bytes", "sha256")}
         _compare(where, f"graphs.{index}", entry, made)
-        nobody = 1 if layout is None else layout.shards
-        _compare(where, f"graphs.{index}.rows", b.rows, b.slots - nobody)  # one for each row, and nobody's
+        _check_slots(where, f"graphs.{index}.rows", b, 1 if layout is None else layout.shards)
         if config.vision is None:
             _compare(where, f"graphs.{index}.images", entry["images"], 0)
         _check_inputs(config, b, where, entry, layout)
@@ -298,6 +297,14 @@ def check_claims(bundle: Bundle, config: ModelConfig, models: Mapping[str, Model
     _compare(where, "at_load", manifest["at_load"], todo)
     held = memory_entry(bundle.weights["weights"], manifest["state"], manifest["graphs"], profile.memory_bytes)
     _compare(where, "memory", manifest.get("memory"), held)
+
+
+def _check_slots(where: Any, path: str, b: Bucket, shards: int) -> None:
+    """Every row has a slot in its shard, beside nobody's."""
+    if b.rows > b.slots - shards or b.slots % shards:
+        raise BundleError(
+            f"{where}: {path} is {b.rows}; state.slots is {b.slots} over {shards} shards, one of each is nobody's."
+        )
 
 
 def _check_kernels(where: Any, entry: Mapping[str, Any] | None, own: list[str]) -> None:

@@ -109,9 +109,10 @@ def _weights(d: "Deployment", bundle: str) -> str:
     )  # fmt: skip
     return (
         "## 3. Weights\n\n"
-        f"The ranks read {_size(total)} in all. {there}: a line `name file offset bytes` for each weight of a rank, of "
-        "files in "
-        "`$WEIGHTS`, by default the bundle's `weights/`. A host needs the files that its ranks name, no others.\n\n"
+        f"The ranks read {_size(total)} in all. {there}: a line `name file offset bytes sha256` for each weight of a "
+        "rank, of files in `$WEIGHTS`, by default the bundle's `weights/`. A host needs the files that its ranks name, "
+        "no others. The loader holds each weight against its hash; `kimi-graph weights --verify` does so without a "
+        "device, and `--repair` makes damaged files anew.\n\n"
         f"```bash\nkimi-graph weights {bundle} --checkpoint CHECKPOINT\n```"
     )
 

@@ -34,7 +34,7 @@ from . import air, recipe
 from .bundle import KERNELS, LOCAL, Bundle, as_written, kernels_entry, open_bundle, read_json
 from .caches import kept_states, model_states, quantised_layer
 from .constants import to_inputs
-from .executor import Executor, Selections, provenance_counts
+from .executor import Executor, Ran, Selections, provenance_counts
 from .executor.on_twin import ARCH, kernels_on_twin
 from .expect import bundle_config, check_checkpoint_model
 from .ge_proto import ModelDef
@@ -195,11 +195,11 @@ class Packed:
     specs: dict[str, ParamSpec]
 
     def make(self, steps: tuple[recipe.Step, ...], path: str) -> Tensor:
-        """A packed weight, to the byte."""
+        """A packed weight, to the byte: `[..]` as its last step gives it."""
         return recipe.make(steps, self.specs[path], self.checkpoint, torch.float64)
 
     def values(self, form: str, path: str) -> Tensor:
-        """What a parameter is once it was packed, float64."""
+        """What a parameter is once it was packed: `[..]` as the model has it, float64."""
         spec = self.specs[path]
         return formats.unpack(form, load_packed(spec, self.checkpoint, form), torch.float64).view(spec.shape)
 
@@ -447,14 +447,16 @@ class ModelSide:
         }
 
 
-class GraphSide:
-    """The bundle's graphs in the executor."""
+class BoundGraphs:
+    """The graphs of a bundle of one rank in the executor, with their weights. States are the caller's.
 
-    def __init__(
-        self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, packed: Packed | None = None
-    ) -> None:
+    Attributes:
+        graphs: by phase.
+        inputs: of each, those that stay: weights and what no checkpoint holds.
+    """
+
+    def __init__(self, bundle: Bundle, params: Any, mode: str, packed: Packed | None = None) -> None:
         self.mode = mode
-        self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         named = dict(tree.items(params))
         self.graphs: dict[str, Executor] = {}
         self.inputs: dict[str, dict[str, Tensor]] = {}
@@ -467,6 +469,35 @@ class GraphSide:
                 check_constants(constants, weights)
                 weights = _written_ahead(bundle, model, weights)
             self.inputs[entry["phase"]] = weights | generated_inputs(bundle.weights)
+
+    def run(self, phase: str, given: Mapping[str, Tensor], states: Mapping[str, Tensor], **options: Any) -> Ran:
+        """A step.
+
+        Args:
+            given: inputs besides those that stay; ones that the graph has not are left out.
+            states: all there are.
+            options: those of `Executor.run`.
+
+        Raises:
+            BundleError: the graph reads what nobody gives; see `Executor.run`.
+        """
+        executor = self.graphs[phase]
+        given = self.inputs[phase] | dict(given)
+        missing = [name for name in executor.inputs if name not in given]
+        if missing:
+            raise BundleError(f"graph {phase}: nobody knows what its input {missing[0]!r} is.")
+        inputs = {name: given[name] for name in executor.inputs}
+        return executor.run(inputs, {name: states[name] for name in executor.states}, self.mode, **options)
+
+
+class GraphSide(BoundGraphs):
+    """The bundle's graphs in the executor, and their states."""
+
+    def __init__(
+        self, bundle: Bundle, config: ModelConfig, params: Any, mode: str, packed: Packed | None = None
+    ) -> None:
+        super().__init__(bundle, params, mode, packed)
+        self.config, self.kv_dtype = config, bundle.manifest["state"]["kv_dtype"]
         self.states = {
             s["name"]: torch.zeros(
                 s["graph_shape"], dtype=torch.float64 if mode == "exact" else getattr(torch, s["dtype"])
@@ -484,14 +515,7 @@ class GraphSide:
 
     def step(self, phase: str, given: Mapping[str, Tensor], selections: Selections, observe: Any = None) -> Tensor:
         """Logits `[rows, vocab]`; the states move on. `selections`: expert choices, recorded or replayed."""
-        executor = self.graphs[phase]
-        given = self.inputs[phase] | dict(given)
-        missing = [name for name in executor.inputs if name not in given]
-        if missing:
-            raise BundleError(f"graph {phase}: nobody knows what its input {missing[0]!r} is.")
-        states = {name: self.states[name] for name in executor.states}
-        inputs = {name: given[name] for name in executor.inputs}
-        ran = executor.run(inputs, states, self.mode, selections=selections, observe=observe)
+        ran = self.run(phase, given, self.states, selections=selections, observe=observe)
         self.states |= ran.states
         return ran.outputs[0]
 
@@ -834,7 +858,10 @@ def verify_bundle(
             report = compare(bundle, config, weights, modes, steps, seed, progress, ran)
             report.notes.append(f"{bundle.manifest['mesh']['ranks']} ranks, each in a process of its own, over gloo")
     if bisect and not report.passed and bundle.manifest["mesh"] is not None:
-        report.difference = "--bisect names a node of a bundle of one rank; this one is of a mesh."
+        report.difference = (
+            "--bisect names a node of a bundle of one rank, this one is of a mesh: compile it without --mesh as well, "
+            "where a wrong lowering differs too."
+        )
     elif bisect and not report.passed:
         from .bisect import first_difference
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kimi_graph.checkpoint import Checkpoint
 from kimi_graph.errors import BundleError
-from kimi_graph.files import check_writable, read_into, replace_file
+from kimi_graph.files import check_writable, replace_file
 from kimi_graph.parallel.mesh import MAX_RANKS, Mesh
 from kimi_graph.progress import Notify, silent
 
@@ -38,10 +38,10 @@ from .loads import read_loads
 from .making import Maker, Task, Wanted
 from .manifest import check_claims, is_weight
 from .parts import ALIGNMENT, PartFile, mesh_of, part_files
+from .read_again import Reading, read_again
 from .verify import find_checkpoint
 from .written import INDEX, INDEX_FORMAT, JOURNAL, SOURCE, described, open_written, written_folder
 
-CHECK = 1 << 24  # bytes that are read at once to be checked
 STEM = r"(?:rank|shared_[a-z_.]+)_\d{4,}"
 FINISHED, UNFINISHED = re.compile(STEM + r"-[0-9a-f]{12}\.bin"), re.compile(STEM + r"\.part")
 
@@ -52,8 +52,9 @@ class Report:
 
     Attributes:
         ranks: asked for. files: that they read. bytes: of those. made: bytes that were made in this run.
-        read: bytes read again and found as the index says. shares: how the bytes of all ranks come about.
-        dry: nothing was written.
+        read: bytes read again and found as the index says. shares: how the bytes of all ranks come about; None: no
+            checkpoint was needed. repaired: files that were found damaged, and made anew. dry: nothing was written.
+        not_finite: of what was read again, by file and weight: how many numbers are NaN or infinite.
     """
 
     bundle: Bundle
@@ -62,8 +63,10 @@ class Report:
     bytes: int
     made: int
     read: int
-    shares: Shares
+    shares: Shares | None
     dry: bool = False
+    repaired: tuple[str, ...] = ()
+    not_finite: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     passed = True
 
@@ -74,15 +77,35 @@ class Report:
         what = f"weights of {name} for {ranks}: {self.bytes:,} bytes in {self.files:,} files"
         if self.dry:
             return f"{what}; nothing was written"
-        done = "all were there" if not self.made else f"{self.made:,} written"
-        return f"{what}, {done}" + (f", {self.read:,} read again" if self.read else "")
+        done = ["all were there" if not self.made else f"{self.made:,} written"]
+        if self.repaired:
+            done.append(f"{len(self.repaired):,} damaged and made anew")
+        if self.read:
+            done.append(f"{self.read:,} read again")
+        if self.not_finite:
+            done.append(f"NaN or infinity in {len(self.not_finite):,} weights")
+        return ", ".join([what, *done])
 
     def text(self) -> str:
-        return self.shares.text()
+        lines = [] if self.shares is None else [self.shares.text()]
+        lines += [f"damaged, and made anew: {file}" for file in self.repaired]
+        lines += [
+            f"warning: {name} in {file}: {count:,} numbers are NaN or infinite, as in the checkpoint; kimi-graph check "
+            "--values names its tensors"
+            for (file, name), count in self.not_finite.items()
+        ]
+        return "\n".join(lines)
 
     def to_json(self) -> Any:
         numbers = {name: getattr(self, name) for name in ("files", "bytes", "made", "read", "dry")}
-        return {"ranks": list(self.ranks), **numbers, "shares": self.shares.to_json()}
+        bad = [{"file": file, "weight": name, "numbers": count} for (file, name), count in self.not_finite.items()]
+        return {
+            "ranks": list(self.ranks),
+            **numbers,
+            "repaired": list(self.repaired),
+            "not_finite": bad,
+            "shares": None if self.shares is None else self.shares.to_json(),
+        }
 
 
 def write_weights(
@@ -92,6 +115,7 @@ def write_weights(
     ranks: Sequence[int] | None = None,
     jobs: int = 2,
     verify: bool = False,
+    repair: bool = False,
     dry: bool = False,
     loads: Path | None = None,
     progress: Notify = silent,
@@ -102,7 +126,8 @@ def write_weights(
         checkpoint: a folder; None: that which the bundle was compiled from.
         ranks: all by default.
         jobs: parts that are made at a time.
-        verify: read all of it again in the end.
+        verify: read all of it again in the end. Where all is there, no checkpoint is needed for that.
+        repair: read all of it again, and make files anew of which a weight is not what the index says.
         dry: say what it takes, no more.
         loads: counted tokens of experts, by which copies of some are chosen; None: as in weights that are there, else
             of the first experts. Weights with other copies are written anew.
@@ -119,27 +144,58 @@ def write_weights(
     if "constants" in bundle.manifest["weights"]:
         raise BundleError(f"{folder}: holds its weights as constants; there is nothing to write.")
     chosen = _chosen(mesh_of(bundle), ranks)
-    source = find_checkpoint(bundle, checkpoint, mapped=False)
+    everything = part_files(bundle)
+    files = [f for f in everything if not chosen.isdisjoint(f.ranks)]
+    report = Report(bundle, sorted(chosen), len(files), sum(f.bytes for f in files), 0, 0, None, dry)
+    stems = {f.stem for f in files}
+    try:
+        source = find_checkpoint(bundle, checkpoint, mapped=False)
+    except BundleError:
+        if checkpoint is not None or not verify or not chosen <= _ranks_there(bundle):
+            raise
+        found = _read_again(bundle, stems, jobs, progress)
+        found.check()
+        return dataclasses.replace(report, read=found.bytes, not_finite=found.not_finite)
     maker = Maker.open(bundle, config, source, None if loads is None else read_loads(loads))
     if loads is None and (slots := _slots_there(bundle)).keys() == maker.slots.keys():
         maker = dataclasses.replace(maker, slots=slots)
-    everything = part_files(bundle)
-    files = [f for f in everything if not chosen.isdisjoint(f.ranks)]
-    size = sum(f.bytes for f in files)
-    report = Report(bundle, sorted(chosen), len(files), size, 0, 0, shares_of(maker, bundle), dry)
+    report = dataclasses.replace(report, shares=shares_of(maker, bundle))
     if dry:
         return report
     run = _Run(bundle, maker, _descriptors(models.values()), _identity(source), everything, files, progress)
     with _plainly(run.folder):
         made = run.write(jobs)
-        read = run.verify(jobs) if verify else 0
-    return dataclasses.replace(report, made=made, read=read)
+        if not verify and not repair:
+            return dataclasses.replace(report, made=made)
+        found, bad = _read_again(bundle, stems, jobs, progress), ()
+        if repair and found.damaged:
+            bad = tuple(sorted(found.damaged))
+            for file in bad:
+                (run.folder / file).unlink()  # from now on the next run makes it, whatever becomes of this one
+            made += run.write(jobs)
+            again = _read_again(bundle, set(map(stem_of, bad)), jobs, progress)
+            found = Reading(found.bytes, again.damaged, found.not_finite | again.not_finite)
+        found.check()
+    return dataclasses.replace(report, made=made, read=found.bytes, repaired=bad, not_finite=found.not_finite)
+
+
+def _read_again(bundle: Bundle, stems: set[str], jobs: int, progress: Notify) -> Reading:
+    written = open_written(bundle)
+    assert written is not None
+    files = {name: entry for name, entry in written.files.items() if stem_of(name) in stems}
+    return read_again(written.folder, files, jobs, progress)
+
+
+def _ranks_there(bundle: Bundle) -> set[int]:
+    """Ranks that have all their weights in the bundle."""
+    written = open_written(bundle)
+    return set() if written is None else set(written.ranks)
 
 
 def _slots_there(bundle: Bundle) -> Mapping[str, Sequence[int]]:
     """Experts in slots, as in weights that were made before; nothing where there are none of this bundle."""
     try:
-        written = open_written(bundle)
+        written = open_written(bundle, partly=True)
     except BundleError:  # damaged, or another bundle's: it is written anew
         return {}
     return {} if written is None else written.slots
@@ -247,7 +303,7 @@ class _Run:
         return made
 
     def _present(self) -> dict[str, Any]:
-        """The files of the index, where they are of this bundle and this checkpoint; else none."""
+        """The files of the index that are there, where they are of this bundle and this checkpoint; else none."""
         known, index = self.folder / SOURCE, self.folder / INDEX
         if not known.is_file() or not index.is_file():
             return {}
@@ -255,7 +311,7 @@ class _Run:
             made_of = read_json(known)
             if made_of["source"] != self.identity or file_hash(index) not in made_of["indexes"]:
                 return {}
-            written = open_written(self.bundle)
+            written = open_written(self.bundle, partly=True)
         except (BundleError, KeyError, TypeError):  # damaged, or another bundle's: it is written anew
             return {}
         if written is None or dict(written.slots) != {p: tuple(slots) for p, slots in self.maker.slots.items()}:
@@ -434,30 +490,6 @@ class _Run:
             }
         return {"ranks": list(file.ranks), "bytes": file.bytes, "weights": weights}
 
-    def verify(self, jobs: int) -> int:
-        """Read again all that was asked for; returns its bytes.
-
-        Raises:
-            BundleError: naming a weight that is not what the index says.
-        """
-        written = open_written(self.bundle)
-        assert written is not None
-        stems = {f.stem for f in self.files}
-        entries = {n: e for n, e in written.files.items() if stem_of(n) in stems}
-        total = sum(w["bytes"] for e in entries.values() for w in e["weights"].values())
-        parts = [(self.folder / file, name, w) for file, e in entries.items() for name, w in e["weights"].items()]
-        self._in_threads("read again", total, jobs, [lambda part=part: self._read(*part) for part in parts])
-        return total
-
-    def _read(self, path: Path, name: str, w: Mapping[str, Any]) -> int:
-        found = _hash_of(path, w["offset"], w["bytes"], self.stop)
-        if found != w["sha256"]:
-            raise BundleError(
-                f"{path}: weight {name}: SHA-256 is {found[:16]}..., the index says {w['sha256'][:16]}...; it was "
-                f"changed or damaged: delete {self.folder / INDEX}, and run it again."
-            )
-        return w["bytes"]
-
 
 def stem_of(name: str) -> str:
     """Of the name of a file, without the hash of what is in it."""
@@ -473,18 +505,6 @@ def _write_at(path: Path, offset: int, data: memoryview) -> None:
         f.seek(offset)
         while data:
             data = data[f.write(data) :]
-
-
-def _hash_of(path: Path, offset: int, size: int, stop: threading.Event) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(min(size, CHECK))
-    for at in range(0, size, CHECK):
-        if stop.is_set():
-            raise _Stopped
-        view = memoryview(buffer)[: min(CHECK, size - at)]
-        if read_into(path, offset + at, view):
-            return "nothing"
-        digest.update(view)
-    return digest.hexdigest()
 
 
 def _allocated(path: Path) -> int:

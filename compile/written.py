@@ -13,6 +13,7 @@ files.
 
 import functools
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,13 @@ class Written:
         """Of all files."""
         return sum(entry["bytes"] for entry in self.files.values())
 
+    @property
+    def said(self) -> str:
+        """What is there, and that nobody has read it."""
+        again = f"kimi-graph weights {shlex.quote(str(self.folder.parent))} --verify does"
+        ranks = f"{len(self.ranks):,} rank{'' if len(self.ranks) == 1 else 's'}"
+        return f"{self.bytes:,} bytes made ahead for {ranks}, in {len(self.files):,} files; not read: {again}"
+
     def of(self, rank: int) -> dict[str, Entry]:
         """The weights of a rank, by name.
 
@@ -100,11 +108,17 @@ class Written:
         missing = read_into(path, entry.offset, raw.numpy().data)
         found = hashlib.sha256(raw.numpy().data).hexdigest()
         if missing or found != entry.sha256:
-            raise BundleError(
-                f"{path}: weight {name}: SHA-256 is {found[:16]}..., the index says {entry.sha256[:16]}...; "
-                "it was changed or damaged."
-            )
+            raise BundleError(changed(path, name, "nothing" if missing else found, entry.sha256))
         return raw
+
+
+def changed(path: Path, name: str, found: str, expected: str) -> str:
+    """What is said of a weight whose bytes are others than the index says."""
+    again = f"kimi-graph weights {shlex.quote(str(path.parent.parent))} --repair"
+    return (
+        f"{path}: weight {name}: SHA-256 is {found[:16]}..., the index says {expected[:16]}...; it was changed or "
+        f"damaged. {again} makes this file anew, and no other that is whole."
+    )
 
 
 def written_folder(bundle: Bundle) -> Path:
@@ -120,8 +134,11 @@ def written_folder(bundle: Bundle) -> Path:
     return folder
 
 
-def open_written(bundle: Bundle) -> Written | None:
-    """The weights of a bundle that were made ahead; None where none were.
+def open_written(bundle: Bundle, *, partly: bool = False) -> Written | None:
+    """The weights of a bundle that were made ahead; None where none were. Their content is not read.
+
+    Args:
+        partly: leave out files that are missing or have another size.
 
     Raises:
         BundleError: an index that is not as it is written, that is of another bundle, or that leads out of the folder;
@@ -138,10 +155,16 @@ def open_written(bundle: Bundle) -> Written | None:
                 f"{folder / INDEX}: weights were made for bundle.{key} {found}, {bundle.folder / MANIFEST} has "
                 f"{expected}; run kimi-graph weights again."
             )
+    files = {}
     for name, entry in index["files"].items():
-        check_file(folder / name, entry["bytes"])
+        try:
+            check_file(folder / name, entry["bytes"])
+            files[name] = entry
+        except BundleError:
+            if not partly:
+                raise
     slots = {path: tuple(experts) for path, experts in index["slots"].items()}
-    return Written(folder, tuple(index["ranks"]), slots, index["files"])
+    return Written(folder, tuple(index["ranks"]), slots, files)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -166,7 +189,8 @@ def check_file(path: Path, size: int) -> None:
     found = path.stat().st_size if path.is_file() else None
     if found != size:
         what = "is missing" if found is None else f"has {found:,} bytes"
-        raise BundleError(f"{path}: {what}, the index says {size:,} bytes; run kimi-graph weights again.")
+        again = f"kimi-graph weights {shlex.quote(str(path.parent.parent))} makes it anew, and no other"
+        raise BundleError(f"{path}: {what}, the index says {size:,} bytes; {again}.")
 
 
 def described(bundle: Bundle) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,23 @@ from .compile import weight_formats
 from .compile.weight_formats import Choice, Loss
 from .config import ModelConfig
 from .errors import CheckpointError
-from .headers import MAX_INDEX, SHOWN, Stored, find_files, inside, read_header, read_index, read_listed, without_gc
+from .finite import said, tensors_not_finite
+from .headers import (
+    MAX_INDEX,
+    SHOWN,
+    Stored,
+    counted,
+    find_files,
+    inside,
+    read_header,
+    read_index,
+    read_listed,
+    without_gc,
+)
 from .models import model_specs
 from .models.counts import PARTS, part_of
 from .naming import Names
+from .progress import Notify, silent
 from .read_config import read_json
 
 
@@ -38,6 +52,8 @@ class Report:
 
     Attributes:
         files: how many files there are headers of, and how many the index names; headers of none: only names were seen.
+        values: whether weights were read.
+        not_finite: of those, tensors that have NaN or infinity, with how many numbers of theirs.
         faults: what keeps the files from being read at all.
         notes: what else is worth knowing.
     """
@@ -52,10 +68,12 @@ class Report:
     choices: tuple[Choice, ...] = ()
     loss: Loss | None = None
     names: tuple[str, ...] = field(default=weight_formats.NAMES)
+    values: bool = False
+    not_finite: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return self.audit.ok and not self.faults
+        return self.audit.ok and not self.faults and not self.not_finite
 
     @property
     def summary(self) -> str:
@@ -64,9 +82,10 @@ class Report:
         if not self.passed:
             a = self.audit
             kinds = (("missing", a.missing), ("unexpected", a.unexpected), ("of a wrong shape", a.shapes))
-            counts = [f"{len(x):,} {what}" for what, x in (*kinds, ("of a wrong dtype", a.dtypes)) if x]
+            kinds = (*kinds, ("of a wrong dtype", a.dtypes), ("with NaN or infinity", self.not_finite))
+            counts = [f"{len(x):,} {what}" for what, x in kinds if x]
             return f"{self.source} does not hold {self.model}: {', '.join(counts) or self.faults[0]}"
-        return f"{self.source} holds {self.model}: {total:,} tensors, by {seen}"
+        return f"{self.source} holds {self.model}: {total:,} tensors, by {seen}{', all finite' if self.values else ''}"
 
     def text(self) -> str:
         rows = [*self.components, _total(self.components)]
@@ -87,6 +106,8 @@ class Report:
         lines += [f"fault: {fault}" for fault in self.faults if fault not in said]
         if not self.audit.ok:
             lines += ["", str(self.audit)]
+        if self.not_finite:
+            lines += ["", counted("tensors have NaN or infinity", self.not_finite)]
         return "\n".join(lines)
 
     def _loss(self) -> list[str]:
@@ -107,6 +128,7 @@ class Report:
             "unexpected": a.unexpected,
             "shapes": a.shapes,
             "dtypes": a.dtypes,
+            "not_finite": self.not_finite,
             "draft": a.draft,
             "disagreements": a.disagreements,
             "faults": self.faults,
@@ -116,12 +138,20 @@ class Report:
         }
 
 
-def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: str | None = None) -> Report:
+def check_checkpoint(
+    source: str | Path,
+    config: ModelConfig,
+    weights_format: str | None = None,
+    values: bool = False,
+    progress: Notify = silent,
+) -> Report:
     """Audit a checkpoint.
 
     Args:
         source: its folder; or an index, of which only the names are looked at.
         weights_format: say what this one costs, and measure what it loses where the weights are there; None: list all.
+
+        values: read the weights too, of the files that are there, and look for NaN and infinity.
 
     Raises:
         KimiGraphError: there is no checkpoint, or it cannot be read.
@@ -143,6 +173,10 @@ def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: st
         rows = tuple(c for c in weight_formats.choices(config, specs, stored) if c.name in names)
         if weights_format and files[0] and not faults:
             loss = weight_formats.measure_loss(config, Checkpoint.open(folder), weights_format)
+    read = {name: t for name, t in tensors.items() if t is not None} if values else {}
+    if values and not read:
+        notes = [*notes, "no file is here whose values could be read."]
+    bad = [f"{n}: {said(count, prod(read[n].shape))}" for n, count in tensors_not_finite(read, progress)]
     return Report(
         source=str(source),
         model=config.name,
@@ -154,6 +188,8 @@ def check_checkpoint(source: str | Path, config: ModelConfig, weights_format: st
         choices=rows,
         loss=loss,
         names=names,
+        values=bool(read),
+        not_finite=tuple(bad),
     )
 
 

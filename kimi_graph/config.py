@@ -188,7 +188,7 @@ class LayerConfig:
             first = ("A", COLOURS[1], "MLA")
         else:
             first = ("S", COLOURS[5], "sparse MLA, shared selection" if mixer.indexer.shared else "sparse MLA")
-        return first, ("d", COLOURS[7], "dense") if isinstance(ffn, DenseConfig) else ("e", COLOURS[4], "experts")
+        return first, ("d", COLOURS[7], "dense") if isinstance(ffn, DenseConfig) else ("e", COLOURS[4], "MoE")
 
 
 @dataclass(frozen=True, kw_only=True)

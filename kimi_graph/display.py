@@ -127,3 +127,9 @@ def _ink(colour: str) -> str:
 def pictured(cells: Any) -> str:
     """A shape as text: `[896, 2, 3072, 3584]`."""
     return f"[{', '.join(map(str, cells))}]"
+
+
+def several(count: int, noun: str) -> str:
+    """`1 die`, `32 dies`, `3 copies`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

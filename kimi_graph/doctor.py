@@ -71,7 +71,7 @@ class Diagnosis:
         if self.faults:
             return "; ".join(f"{f.name}: {f.found}" for f in self.faults) + ". " + self.faults[0].remedy
         works = sum(not a.lacks for a in self.abilities)
-        return f"what the basic commands need is here; {works} of {len(self.abilities)} uses work"
+        return f"what the basic commands need is here; of {len(self.abilities)} uses {works} work, as tried"
 
     def text(self) -> str:
         lines = []

@@ -67,7 +67,7 @@ def _link(name: str, dies: int, gigabytes: float, how: How, source: str, microse
 _STEP = "a step of a collective inside a host; no published number"
 _FAR = "two switches of Ethernet more than inside a host; no published number"
 _PACKAGE = _link(
-    "package", 2, 270, "assumed", "540 GB/s both ways between the two dies, from memory of a paper", 1, _STEP
+    "package", 2, 270, "assumed", "540 GB/s both ways between the two dies; no source is at hand", 1, _STEP
 )
 _A3_HOST = _link(
     "host", 16, 196, "derived", "7 links of 224 Gb/s of a die, 392 GB/s of a package: CloudMatrix384", 2, _STEP

@@ -208,6 +208,7 @@ def _some(legal: list[int], near: int) -> str:
     if len(legal) > 16:
         at = sum(n < near for n in legal)
         first = max(0, min(at - 4, len(legal) - 8))
+        first = 0 if first == 1 else first  # "..." would be as long as the number it stands for
         legal, ends = legal[first : first + 8], ("..., " if first else "", ", ..." if first + 8 < len(legal) else "")
         return ends[0] + ", ".join(map(str, legal)) + ends[1]
     return ", ".join(map(str, legal))

@@ -114,6 +114,8 @@ CASES = {
         serve tiny --tiers file=pages
         serve tiny --tiers host=4XB
         serve tiny --tiers host=4GB,policy=oldest
+        serve tiny-a3
+        serve tiny --checkpoint tiny
     """,
     "bringup": """
         bringup notes

@@ -87,7 +87,7 @@ FLOORS = [
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
     ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
-    ("files", r"kimi_graph\.(headers|naming|audit|streamed|checkpoint|fixture|sampling)"),
+    ("files", r"kimi_graph\.(headers|finite|naming|audit|streamed|checkpoint|fixture|sampling)"),
     ("compile", r"kimi_graph\.compile"),
     ("commands", r"kimi_graph\.(check|doctor|shard)"),
     ("plan", r"kimi_graph\.plan"),

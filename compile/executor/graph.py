@@ -111,7 +111,8 @@ def _node(op: OpDef, ops: Mapping[str, OpDef], position: int, error: type[KimiGr
     semantics = SEMANTICS.get(op.type)
     if semantics is None and op.type not in (*SOURCES, "NetOutput"):
         raise error(
-            f"{op.name}: operator type {op.type!r} has no semantics; see provenance_table() for those that have"
+            f"{op.name}: operator type {op.type!r} has no semantics: nothing could be verified. docs/evidence.md lists "
+            "the types that have, docs/development.md says how to add one"
         )
     try:
         attrs = attrs_of(op)

@@ -74,20 +74,23 @@ class Executor:
         *,
         selections: Selections | None = None,
         observe: Observer | None = None,
+        in_place: bool = False,
     ) -> Ran:
         """One step of a graph of one rank.
 
         Args:
-            inputs, states: tensors by name of the Data and RefData nodes. The states given are left as they are.
+            inputs, states: tensors by name of the Data and RefData nodes.
             selections: records or replays choices of experts and top-k.
             observe: called after every node with its outputs.
+            in_place: write the states that are given, as a device does; else they are left as they are. They may be
+                views with any strides. Native mode alone: in exact mode states are of another dtype.
 
         Raises:
             BundleError: missing or unknown names, tensors that are not as described, an operator used in a way that has
                 no semantics, a collective.
         """
         try:
-            meeting = next(self.steps(inputs, states, mode, selections=selections, observe=observe))
+            meeting = next(self.steps(inputs, states, mode, selections=selections, observe=observe, in_place=in_place))
         except StopIteration as done:
             return done.value
         raise BundleError(f"{meeting}: one rank alone cannot run a collective; run all ranks in lockstep.")
@@ -100,11 +103,13 @@ class Executor:
         *,
         selections: Selections | None = None,
         observe: Observer | None = None,
+        in_place: bool = False,
     ) -> Generator[Meeting, tuple[Tensor, ...], Ran]:
         """`run` of one rank among others: stops at every collective, and goes on with what that gives this rank."""
         if mode not in MODES:
             raise BundleError(f"mode {mode!r} is not one of {', '.join(MODES)}.")
         exact = mode == "exact"
+        assert not (in_place and exact), "in exact mode states are of another dtype than those given"
         self._check_names("input", inputs, self.inputs)
         self._check_names("state", states, self.states)
         values: dict[Edge, Tensor] = {}
@@ -113,7 +118,8 @@ class Executor:
             if node.type == "Data":
                 outputs = (_given(node, inputs[node.name], exact=exact),)
             elif node.type == "RefData":
-                kept[node.name] = _given(node, states[node.name], exact=exact).clone()
+                state = _given(node, states[node.name], exact=exact)
+                kept[node.name] = state if in_place else state.clone()
                 outputs = (kept[node.name],)
             else:
                 op = Op(node, exact=exact, error=BundleError, selections=selections)

@@ -23,15 +23,16 @@ OVERVIEW = f"""\
 kimi-graph {__version__}: static Ascend graphs from a released config.json, proved without an NPU.
 
 A deployment, in order:
-  kimi-graph plan build/tiny --target a3                       does it fit, on how many dies, how fast
-  kimi-graph compile build/tiny --target a3 -o build/tiny-a3   checkpoint or config -> bundle of graphs
-  kimi-graph verify build/tiny-a3                              run the graphs, compare with the model
-  kimi-graph weights build/tiny-a3                             every rank's weights, ahead, in files
-  kimi-graph deploy build/tiny-a3                              what the hosts run, and a runbook
+  kimi-graph plan build/tiny --target a3                      does it fit, on which mesh, how fast
+  kimi-graph compile build/tiny --target a3 -o build/tiny-a3  a checkpoint or config into graphs
+  kimi-graph verify build/tiny-a3                             run the graphs, compare with the model
+  kimi-graph weights build/tiny-a3                            every rank's weights, ahead, in files
+  kimi-graph deploy build/tiny-a3                             what the hosts run, and a runbook
 
-No checkpoint here: kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
-A new model: kimi-graph day0 MODEL --target a3 -o build/report says what serves it, and what is missing.
-Something is wrong: kimi-graph doctor. All commands: kimi-graph --help; one of them: kimi-graph COMMAND --help.
+No checkpoint here?   kimi-graph fixture kimi-linear-48b -o build/tiny makes a small one.
+A new model?          kimi-graph day0 MODEL --target a3 -o build/report says what serves it.
+Something is wrong?   kimi-graph doctor
+All commands          kimi-graph --help; one of them: kimi-graph COMMAND --help
 """
 
 

@@ -41,7 +41,9 @@ class _PurposeFirst:
 
 
 class Command(_PurposeFirst, TyperCommand):
-    pass
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """Its purpose in the list of commands: the whole first sentence, which the list breaks between words."""
+        return super().get_short_help_str(limit=1000)
 
 
 class Group(_PurposeFirst, TyperGroup):

@@ -46,12 +46,13 @@ def check(
             help=f"Only this form of the experts, with what it loses: {', '.join(WEIGHTS_FORMATS)}. Default: all.",
         ),
     ] = None,
+    values: Annotated[bool, typer.Option("--values", help="Read the weights too: NaN and infinity are named.")] = False,
 ) -> None:
     """Say whether a checkpoint holds a model. From the index and the headers of its files, or from the index alone:
     what is missing, unexpected or different, and how each part is stored. Exit code 1 if it could not be loaded.
 
     \b
-    kimi-graph check build/tiny
+    kimi-graph check build/tiny --values
     kimi-graph check model.safetensors.index.json --model kimi-k3
     """
     from kimi_graph.check import check_checkpoint, folder_of
@@ -62,7 +63,8 @@ def check(
         if not checkpoint.exists():  # the config beside it is not what is wrong
             fail(f"{checkpoint}: does not exist; expected a checkpoint's folder, or its index.")
         raise
-    report = check_checkpoint(checkpoint, config, weights_format)
+    with progress_shown(of_bytes=True, bars_alone=True) as progress:
+        report = check_checkpoint(checkpoint, config, weights_format, values, progress)
     judge(report)
 
 

@@ -82,6 +82,12 @@ def compile(  # noqa: A001 (the command's name)
     pages: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Pages of the cache. Default: enough for B sequences of L.")
     ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Slots of KDA states; an engine wants N pages. Default: one for each row."
+        ),
+    ] = None,
     patches: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Patches of a picture, at most. Default: chosen and printed.")
     ] = None,
@@ -154,7 +160,8 @@ def compile(  # noqa: A001 (the command's name)
 
         config = load_config_aloud(model)
         if devices is not None:
-            from kimi_graph.plan.search import Ask, dies, make_plan, several
+            from kimi_graph.display import several
+            from kimi_graph.plan.search import Ask, dies, make_plan
 
             best = make_plan(
                 Ask(
@@ -183,6 +190,7 @@ def compile(  # noqa: A001 (the command's name)
             max_len=max_len,
             page=page,
             pages=pages,
+            slots=slots,
             patches=patches,
             weights=weights,
             weights_format=weights_format or "bf16",
@@ -201,8 +209,9 @@ def compile(  # noqa: A001 (the command's name)
         if golden and out is not None:
             from kimi_graph.compile.golden import write_golden
 
-            progress("golden", 0, 0)
-            tell(f"golden    {write_golden(out, source, golden)} cases of single operators")
+            with made.clock.step("golden"):
+                cases = write_golden(out, source, golden)
+            tell(f"golden    {cases} cases of single operators")
     show(made, None if dry_run else out)
 
 
@@ -251,6 +260,9 @@ def weights(
         typer.Option(metavar="FILE", help='Tokens of each expert, {"1": [..]} by layer: of which experts are copies.'),
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read again all that is there, and compare hashes.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="The same, and make files anew that are damaged; others stay.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what there is to write and how it comes about, write nothing.")
     ] = False,
@@ -276,6 +288,7 @@ def weights(
             ranks=None if ranks is None else parse_ranks(ranks),
             jobs=jobs,
             verify=verify,
+            repair=repair,
             dry=dry_run,
             loads=loads,
             progress=progress,

@@ -138,7 +138,8 @@ def show(result: Result, where: Path | None = None) -> None:
         return
     if not how.quiet and (text := result.text()):
         print(_fitted(text, sys.stdout))
-    print(f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s")
+    last = f"{result.summary}{_place(where)} in {time.perf_counter() - how.started:.1f} s"
+    print(_fitted(last, sys.stdout))
 
 
 def _place(where: Path | None) -> str:
@@ -185,12 +186,12 @@ def progress_shown(*, of_bytes: bool = False, bars_alone: bool = False) -> Itera
 
     The bar comes late and nothing else is redrawn, as programs that we start (pip) write to the terminal too.
     """
+    how = manner.get()  # threads of the work, which say how far they are, do not know it
     with contextlib.ExitStack() as stack:
         begun: set[str] = set()
         bars: dict[str, Callable[[int, int], None]] = {}
 
         def tell(what: str, done: int, total: int) -> None:
-            how = manner.get()
             if how.quiet:
                 return
             if total and sys.stderr.isatty():

@@ -40,7 +40,12 @@ from .output import Result, check_file, judge, load_config_aloud, manner, progre
 @command
 def targets(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help=f"One of {TARGETS}, with the source of every number.")
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            autocompletion=words_of(TARGETS),
+            help=f"One of {TARGETS}, with the source of every number.",
+        ),
     ] = None,
 ) -> None:
     """Show what graphs can be made for. Memory, rates, buffers and links of one die, the unit of a mesh; with a name,

@@ -1,5 +1,6 @@
 """Commands that run a bundle, or write what hosts run."""
 
+import json
 import os
 import shlex
 import time
@@ -10,7 +11,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import fail, judge, progress_shown, show, without_collecting
+from .output import fail, judge, manner, progress_shown, show, without_collecting
 
 
 @command
@@ -148,7 +149,11 @@ def bringup(
 
 @command
 def serve(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a bundle.")],
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Of a bundle: its weights. Default: the checkpoint it was compiled from."),
+    ] = None,
     mesh: Annotated[
         str, typer.Option(metavar="pp=A,tp=B", help="The engine's ranks: pipeline stages, and ranks of each.")
     ] = "tp=1",
@@ -166,30 +171,39 @@ def serve(
         str | None,
         typer.Option(metavar="host=SIZE,..", help="Keep cached pages in shared memory, and in files: file=DIR:SIZE."),
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option("--tool-parser", metavar="NAME", help="vLLM's, of the model's tool calls: kimi_k3, kimi_k2, .."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
-    """Serve a checkpoint on vLLM. Prints and starts the engine's own OpenAI server with the flags that the model needs,
-    waits until it is healthy, and ends it on Ctrl-C. Needs vLLM in the same environment (docs/serving.md).
+    """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
+    flags that the model needs, waits until it is healthy, and ends it on Ctrl-C. Needs vLLM in the same environment
+    (docs/serving.md).
 
     \b
     kimi-graph serve build/k31 --name k31 --max-len 4096
     kimi-graph serve build/k31 --mesh pp=2 --dry-run
     kimi-graph serve build/k31 --tiers host=4GB,file=build/pages:100GB
+    kimi-graph serve build/k31-a3 --checkpoint build/k31
     """
     from kimi_graph.parallel import Mesh
-    from kimi_graph.serving.launch import Launch, ending_with_signals
+    from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
     from kimi_graph.serving.tiers.plan import Tiers
 
+    folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
-        folder=model,
+        folder=folder,
+        graphs=graphs,
         name=name or model.resolve().name,
         host=host,
         port=port,
         max_len=max_len,
         mesh=Mesh.parse(mesh),
         tiers=None if tiers is None else Tiers.parse(tiers),
+        tool_parser=tool_parser,
     )
-    print(shlex.join(launch.command), flush=True)
+    print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
     if dry_run:
         return
     begun = time.monotonic()

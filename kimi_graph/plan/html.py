@@ -223,7 +223,7 @@ def ttft_picture(plan: Plan) -> str:
     lines = [(str(o.choice), [(float(n), o.prefill.seconds(n)) for n in lengths(plan)]) for o in plan.options]
     p = plan.best.prefill
     where = "never" if p.b == 0 else f"at {p.equal:,.0f} tokens"
-    law = f"{p.fill:.3g} s + {p.a:.4g} T + {p.b:.4g} T², both terms equal {where}"
+    law = f"{p.fill:.3g} s + {p.a:.4g} s T + {p.b:.4g} s T² for T tokens, both terms equal {where}"
     law += f"; {sequences(p.rows)}, steps of {p.chunk:,} tokens"
     return curves(lines, "tokens of a prompt", "seconds") + f"<p class=note>{_text(law)}</p>"
 
@@ -245,7 +245,7 @@ def _without_room(o: Option, points: Iterable[Decode]) -> str:
     """Which points are drawn though a rank has no room for their states."""
     found = [(x, o.lacks(x.rows, x.context)) for x in points]
     words = [f"{sequences(x.rows)} of {x.context:,} tokens ({gib(size)} too many)" for x, size in found if size]
-    return f"<p class=note>No room of a rank for {_text('; '.join(words))}.</p>" if words else ""
+    return f"<p class=note>A rank has no room for {_text('; '.join(words))}.</p>" if words else ""
 
 
 def roofline_picture(o: Option) -> str:

@@ -19,15 +19,20 @@ class Profiles:
     @property
     def summary(self) -> str:
         names = ", ".join(t.name for t in self.targets)
-        return f"{names}: numbers of one die" + (
-            "" if self.sources else "; kimi-graph targets NAME tells their sources"
-        )
+        return f"{names}: numbers of one die"
 
     def text(self) -> str:
         if self.sources:
             return "\n\n".join("\n".join(_lines(t)) for t in self.targets)
         return "\n".join(
-            [*table([_HEAD, *map(_row, self.targets)]), "", *table([_JOINED, *map(_joined, self.targets)])]
+            [
+                *table([_HEAD, *map(_row, self.targets)]),
+                "rates: T is 10^12 operations a second, a multiplication and an addition being two",
+                "",
+                *table([_JOINED, *map(_joined, self.targets)]),
+                "",
+                "kimi-graph targets NAME tells the source of every number",
+            ]
         )
 
     def to_json(self) -> Any:

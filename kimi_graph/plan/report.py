@@ -1,10 +1,12 @@
 """A plan for a reader, and for a program."""
 
+import shlex
 from collections.abc import Iterator
 from typing import Any
 
 from kimi_graph.compile.targets import Target
 from kimi_graph.config import MlaConfig
+from kimi_graph.display import several
 from kimi_graph.models.decoder import is_sparse
 from kimi_graph.ops.attention import latent_heads, padded_heads
 from kimi_graph.parallel import Mesh
@@ -15,7 +17,7 @@ from .factors import PUBLISHED, Factors
 from .ledger import buckets_of
 from .network import crossing, hops
 from .profiles import table, wrapped
-from .search import Option, Plan, dies, formats, gib, several
+from .search import Option, Plan, dies, formats, gib
 from .sieve import KINDS, whole_up
 
 LENGTHS = (4_096, 8_192, 32_768, 131_072, 524_288, 1_048_576)
@@ -24,7 +26,7 @@ MORE_BATCH = (1, 8, 32, 128)
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan for a reader: what it takes, the best mesh, its times by what they go to, and the other meshes."""
+    """The plan for a reader: meshes, the ledger and times of the best one, and what is published beside them."""
     o, ask = plan.best, plan.ask
     lines = [
         f"{ask.config.name} on {dies(plan.devices, ask.target)} of {ask.target.name} ({ask.target.product}, "
@@ -75,9 +77,11 @@ def count_lines(plan: Plan) -> list[str]:
     if plan.fewer:
         lines.append(f"fewest devices: {plan.devices:,}. Why not fewer: {plan.fewer}")
     if 0 < plan.bare < plan.devices:
-        lines.append(f"{plan.bare:,} would do if dies could be had one by one; {hosts(t)}")
+        lines.append(f"{several(plan.bare, 'die')} would do, but {hosts(t)}")
     if (whole := whole_up(t, plan.devices)) != plan.devices:
-        lines.append(f"{plan.devices:,} dies are not had alone: {hosts(t)}; the next whole number is {whole:,}")
+        lines.append(
+            f"{several(plan.devices, 'die')} cannot be had alone: {hosts(t)}; the next whole number is {whole:,}"
+        )
     return lines
 
 
@@ -87,9 +91,9 @@ def tried_lines(plan: Plan) -> list[str]:
 
 
 def hosts(t: Target) -> str:
-    """`a package of a3 has 2 dies, a host 16`."""
-    joined = [f"{link.name} {link.dies}" for link in t.links if link.name in ("package", "host")]
-    return f"{t.name} is had in whole ones: {', '.join(joined)} dies"
+    """`dies of a3 come in packages of 2 and hosts of 16`."""
+    joined = [f"{link.name}s of {link.dies}" for link in t.links if link.name in ("package", "host")]
+    return f"dies of {t.name} come in {' and '.join(joined)}"
 
 
 def pages_text(plan: Plan) -> str:
@@ -138,7 +142,7 @@ def _row(o: Option) -> tuple[str, ...]:
     return (
         str(o.choice.mesh), gib(o.ledger.fullest.total), gib(o.room), duration(o.ttft), o.prefill.bound,
         f"{spread} ms", d.median.spent.bound,
-        f"{d.tokens_per_second(_world(o)):.1f}{', no room' * (o.lacks_in_flight > 0)}",
+        f"{d.tokens_per_second(_world(o)):,.1f}{', no room' * (o.lacks_in_flight > 0)}",
     )  # fmt: skip
 
 
@@ -280,7 +284,7 @@ def _decode(plan: Plan, o: Option) -> Iterator[str]:
             f"{x.context:,}",
             duration(x.seconds),
             x.median.spent.bound,
-            f"{x.tokens_per_second(_world(o)):.1f}",
+            f"{x.tokens_per_second(_world(o)):,.1f}",
             lacking(o.lacks(x.rows, x.context)),
         )
         for x in decode_points(plan, o)
@@ -342,15 +346,16 @@ def commands(plan: Plan) -> list[str]:
     o = plan.best
     lines = [command(plan, o, o.request.rows, o.request.chunk)]
     first = min(plan.options, key=lambda o: o.ttft)
-    alone = command(plan, first, first.prefill.rows, first.prefill.chunk)
+    alone = command(plan, first, first.prefill.rows, first.prefill.chunk, "-prefill")
     phases = ",".join(p for p in first.request.phases if p != "decode")
     return [*lines, f"{alone} --phase {phases}   # prefill alone"]
 
 
-def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
-    """`kimi-graph compile` of an option."""
+def command(plan: Plan, o: Option, rows: int, chunk: int, suffix: str = "") -> str:
+    """`kimi-graph compile` of an option, into a folder that is not the model's own: `build/NAME-TARGET` + `suffix`."""
     ask, r = plan.ask, o.request
-    words = [f"kimi-graph compile {ask.model} --target {ask.target.name} --mesh {r.mesh}"]
+    out = f"build/{ask.config.name}-{ask.target.name}{suffix}"
+    words = [f"kimi-graph compile {shlex.quote(str(ask.model))} --target {ask.target.name} --mesh {r.mesh}"]
     words += ["--exchange"] * r.exchange + ["--split-cache"] * r.split_cache + ["--pad"] * r.pad
     words += [f"--moe-chunks {o.choice.chunks}"] * (o.choice.chunks > 1)
     copies = o.choice.copies or ask.redundant_experts
@@ -358,7 +363,7 @@ def command(plan: Plan, o: Option, rows: int, chunk: int) -> str:
     words += [f"--weights-format {r.weights_format}"] * (r.weights_format != "bf16")
     words += [f"--kv-dtype {r.kv_dtype}"] * (r.kv_dtype != "bf16")
     words += [f"--page {r.page}"] * (r.page != 128)
-    return " ".join([*words, f"--batch {rows} --chunk {chunk} --max-len {r.max_len} -o build/{ask.config.name}"])
+    return " ".join([*words, f"--batch {rows} --chunk {chunk} --max-len {r.max_len} -o {shlex.quote(out)}"])
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

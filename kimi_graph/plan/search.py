@@ -19,6 +19,7 @@ from kimi_graph.compile.driver import Request, legal_phases
 from kimi_graph.compile.targets import Target
 from kimi_graph.compile.weight_formats import kept_form
 from kimi_graph.config import MlaConfig, ModelConfig, arranged, check_length
+from kimi_graph.display import several
 from kimi_graph.errors import ConfigError, KimiGraphError, ShardingError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
@@ -209,12 +210,6 @@ def _full(ask: Ask, choice: Choice, ledger: Ledger) -> str:
         f"{ask.config.name} does not fit {choice} of {ask.target.name}: a rank of stage {s.stage} needs {gib(s.total)} "
         f"({parts}), a die has {gib(ask.target.memory_bytes)}"
     )
-
-
-def several(count: int, noun: str) -> str:
-    """`1 die`, `32 dies`, `3 copies`."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"
 
 
 def dies(count: int, t: Target) -> str:

@@ -20,7 +20,7 @@ from kimi_graph.taps import collect
 
 from .ranks import Place, in_whole
 
-KEY = "kimi_graph"  # in the engine's --additional-config
+KEY = "kimi_graph_experts"  # in the engine's --additional-config
 
 
 def with_asked(config: ModelConfig, asked: Any, ways: int) -> tuple[ModelConfig, int]:
@@ -28,7 +28,8 @@ def with_asked(config: ModelConfig, asked: Any, ways: int) -> tuple[ModelConfig,
 
     Args:
         config: the model.
-        asked: the engine's `--additional-config`: `{"kimi_graph": {"redundant_experts": N, "rebalance_steps": N}}`.
+        asked: the engine's `--additional-config`: an object `kimi_graph_experts` of `redundant_experts` and
+            `rebalance_steps`, numbers.
         ways: tensor ranks.
 
     Raises:

@@ -61,7 +61,10 @@ class KdaCache(nn.Module, MambaBase):
         return self.dtypes
 
     def state(self) -> KdaState[Tensor]:
-        windows, memory = self.kv_cache
+        return self.state_in(*self.kv_cache)
+
+    def state_in(self, windows: Tensor, memory: Tensor) -> KdaState[Tensor]:
+        """Views of windows `[blocks, channels, W - 1]` and a memory `[blocks, H, V, K]`."""
         heads = memory.shape[1]
         parts = windows.split([heads * channels for channels in self.channels], 1)
         query, key, value = (x.unflatten(1, (heads, -1)) for x in parts)

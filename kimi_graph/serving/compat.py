@@ -50,3 +50,10 @@ def model_types(registered: type, names: tuple[str, ...]) -> None:
         registered.model_type = name  # transformers compares the two
         AutoConfig.register(name, registered, exist_ok=True)
         _CONFIG_REGISTRY[name] = registered
+
+
+def when_configured(hook: type, architectures: tuple[str, ...]) -> None:
+    """Have a class of hooks called when the engine makes the config of a model of some architectures."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, hook))

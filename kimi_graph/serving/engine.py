@@ -32,6 +32,8 @@ from kimi_graph.read_config import load_config
 
 from . import ascend, compat
 from .balance import Balance, with_asked
+from .bundle_caches import BundleSide, all_shapes
+from .bundle_settings import graphs_of
 from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
 from .hf_config import cached_row
 from .ranks import Place, check_mesh
@@ -58,9 +60,14 @@ class KimiGraphForCausalLM(nn.Module):
         super().__init__()
         check(vllm_config)
         self.folder, self.dtype = Path(vllm_config.model_config.model), vllm_config.model_config.dtype
+        self.config, self.cache_config = config_of(str(self.folder)), vllm_config.cache_config
+        graphs = graphs_of(vllm_config)
+        self.bundle = None if graphs is None else BundleSide(vllm_config, graphs)
+        if self.bundle is not None:
+            self.requires_raw_input_tokens = True  # graphs embed
+            return
         ways = vllm_config.parallel_config.tensor_parallel_size
-        self.config, self.every = with_asked(config_of(str(self.folder)), vllm_config.additional_config, ways)
-        self.cache_config = vllm_config.cache_config
+        self.config, self.every = with_asked(self.config, vllm_config.additional_config, ways)
         self.place = place_of(vllm_config, self.config)
         self.params: Any = None
         self.balance: Balance | None = None
@@ -77,6 +84,9 @@ class KimiGraphForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """The library reads the checkpoint's folder itself; what the engine would read is not asked for."""
+        if self.bundle is not None:
+            self.bundle.load(self.folder)
+            return set()
         self.params = self.place.load(self.folder, self.dtype)
         balance = Balance(self.place, self.params, self.every)
         self.balance = balance if balance.shelves else None
@@ -97,6 +107,9 @@ class KimiGraphForCausalLM(nn.Module):
         **kwargs: object,
     ) -> Tensor | IntermediateTensors:
         """What `compute_logits` takes, `[N, D]`; on a stage before the last, what the next one reads."""
+        if self.bundle is not None:
+            assert input_ids is not None, "graphs embed, so the engine gives them ids"
+            return self.bundle.forward(input_ids)
         if intermediate_tensors is not None:
             given: Mapping[str, Tensor] = intermediate_tensors.tensors
         elif inputs_embeds is not None:
@@ -112,6 +125,8 @@ class KimiGraphForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """`[n, D]` -> `[n, V]`."""
+        if self.bundle is not None:
+            return self.bundle.logits_of(hidden_states)
         head = decoder.schedule(self.config)[-1]
         return self._outside(head, {head.reads[0]: hidden_states[None]})
 
@@ -208,6 +223,8 @@ class KimiGraphHybridForCausalLM(KimiGraphForCausalLM, HasInnerState, IsHybrid):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
         config = config_of(vllm_config.model_config.model)
+        if graphs_of(vllm_config) is not None:
+            return all_shapes(config)
         if ascend.here():
             ascend.fit(vllm_config, config)
         kda = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig))

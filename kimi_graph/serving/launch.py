@@ -5,6 +5,7 @@ where the package is the CPU build, which has another name.
 """
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.parallel import Mesh
@@ -25,15 +27,39 @@ from kimi_graph.read_config import load_config
 from .ranks import check_mesh
 from .tiers.plan import Tiers
 
+if TYPE_CHECKING:
+    from .bundles import Graphs  # which brings torch and what executes graphs
+
 SERVER = "vllm.entrypoints.openai.api_server"
 MISSING = (
     "vLLM is not installed beside kimi-graph: python3 -m venv build/serve && "
     "build/serve/bin/pip install -e '.[serve]', and run build/serve/bin/kimi-graph; its CPU build: docs/serving.md."
 )
 # What the server reads besides flags, where the caller has not said otherwise.
-DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
+}
 MOST_WAIT_S = 1800  # until it is healthy
 GRACE_S = 10  # from asking the server to end to ending it
+
+
+def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
+    """The checkpoint folder that MODEL is, or that it is a bundle of, and the bundle's graphs.
+
+    Raises:
+        KimiGraphError: --checkpoint without a bundle; a bundle that no engine calls, or without its checkpoint.
+    """
+    if not (model / "manifest.json").is_file():
+        if checkpoint is not None:
+            raise ConfigError(f"--checkpoint {checkpoint}: goes with a bundle, and {model} is none; leave it out.")
+        return model, None
+    from .bundles import Choice, graphs_for
+
+    graphs, folder = graphs_for(Choice(bundle=model.resolve()), checkpoint)
+    return folder, graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +73,8 @@ class Launch:
         max_len: longest sequence in tokens; None: the model's own.
         mesh: of the engine's ranks.
         tiers: below the engine's own cache.
+        tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
+        graphs: of a bundle that the engine is to call; the folder is its checkpoint.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -59,6 +87,8 @@ class Launch:
     max_len: int | None
     mesh: Mesh
     tiers: Tiers | None = None
+    tool_parser: str | None = None
+    graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -66,9 +96,10 @@ class Launch:
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
         config = load_config(self.folder)
-        if self.max_len is not None and not 1 <= self.max_len <= config.max_len:
-            length = 1 if self.max_len < 1 else config.max_len
-            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {config.max_len:,}; nearest {length:,}.")
+        longest = config.max_len if self.graphs is None else self.graphs.settings.length
+        if self.max_len is not None and not 1 <= self.max_len <= longest:
+            nearest = 1 if self.max_len < 1 else longest
+            raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
         nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
@@ -76,6 +107,10 @@ class Launch:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
             raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
         check_mesh(config, self.mesh)
+        if self.graphs is not None and self.mesh.world > 1:
+            raise ConfigError(f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of one rank; nearest tp=1.")
+        if self.graphs is not None and self.tiers is not None:
+            raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
             raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
 
@@ -85,11 +120,17 @@ class Launch:
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
-        words += ["--enforce-eager"] if self.mesh.pipe == 1 else []
+        # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
+        words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
+        elif self.graphs is not None:
+            words += ["--max-model-len", str(self.graphs.settings.length)]
+        if self.tool_parser is not None:
+            words += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_parser]
         if self.tiers is not None:
             words += ["--kv-transfer-config", json.dumps(self.tiers.engine_config(self.folder))]
+        words += [] if self.graphs is None else self.graphs.flags
         for flag, size in (("tensor", self.mesh.tensor), ("pipeline", self.mesh.pipe)):
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
@@ -134,6 +175,14 @@ class Launch:
                     return
             time.sleep(0.5)
         raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+def is_cpu_build() -> bool:
+    """Whether the engine that is installed is the CPU build, a package of another name."""
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:

@@ -380,7 +380,7 @@ def test_a_rank_that_its_die_has_no_room_for_is_refused_and_scratch_is_named(hos
 
 
 def test_what_a_compile_refused_is_refused_again_from_the_cache(host, tmp_path):  # case A10
-    less = dataclasses.replace(target("a3"), memory_bytes=1 << 20)
+    less = dataclasses.replace(target("a3"), memory_bytes=(2 << 30) + (50 << 20))  # enough for weights of layers alone
     given = {"target": less, "mesh": Mesh.parse("tp=2"), "max_len": 64, "page": 16, "chunk": 16, "out": None}
     given |= {"phases": ("decode",), "cache_dir": host.root.parents[1]}
     compile_model(model("small", 4), **given, must_fit=False, keep=True)

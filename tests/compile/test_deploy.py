@@ -1,5 +1,6 @@
 """Deployments: the files that a bundle's hosts get, and the loader, run with stand-ins for CANN."""
 
+import hashlib
 import json
 import os
 import re
@@ -248,9 +249,10 @@ def test_weights_made_ahead_are_found_by_rank(meshed, tmp_path):
         sizes = {x[1]: x[4] for g in words(out / "ranks" / f"{rank}.txt", "run") for x in
                  words(out / "graphs" / f"{g[0]}.txt", "weight")}  # fmt: skip
         listed = [line.split() for line in (out / "weights" / f"{rank}.txt").read_text().splitlines()]
-        assert {name: size for name, _, _, size in listed} == sizes
-        for name, file, offset, size in listed:
+        assert {name: size for name, _, _, size, _ in listed} == sizes
+        for name, file, offset, size, sha256 in listed:
             data = (bundle / "weights" / file).read_bytes()[int(offset) :][: int(size)]
+            assert hashlib.sha256(data).hexdigest() == sha256
             assert data == open_written(open_bundle(bundle)).read(rank, name).numpy().tobytes()
     assert "`weights/*.txt` say where they are" in (out / "README.md").read_text()
 
@@ -484,8 +486,9 @@ class Loaded:
             sizes = {x[1]: int(x[4]) for g in words(file, "run") for x in self.ports(g[0], "weight")}
             data, lines = b"", []
             for name, size in sorted(sizes.items()):
-                lines.append(f"{name} {file.stem}.bin {len(data)} {size}")
-                data += (NUMBERED * (size // 251 + 2))[len(data) % 251 :][:size]
+                own = (NUMBERED * (size // 251 + 2))[len(data) % 251 :][:size]
+                lines.append(f"{name} {file.stem}.bin {len(data)} {size} {hashlib.sha256(own).hexdigest()}")
+                data += own
             (folder / "weights" / f"{file.stem}.bin").write_bytes(data)
             (deployment / "weights" / file.name).write_text("\n".join(lines) + "\n")
 
@@ -570,7 +573,7 @@ def test_the_loader_binds_every_input_by_index_and_keeps_states_between_phases(l
     runs = [i for i, line in enumerate(log) if line.startswith("run ")]
     assert [log[i] for i in runs] == ["run prefill_b4_t16_s0", "run decode_b4_s0"]
     weights = (loaded.folder / "weights" / "0.bin").read_bytes()
-    table = {x.split()[0]: list(map(int, x.split()[2:])) for x in
+    table = {x.split()[0]: list(map(int, x.split()[2:4])) for x in
              (loaded.deployment / "weights" / "0.txt").read_text().splitlines()}  # fmt: skip
     for number, (start, name) in enumerate(zip(runs, ("prefill_b4_t16_s0", "decode_b4_s0"), strict=True)):
         bound = [list(map(int, x.split()[1:])) for x in log[start + 1 :] if x.startswith("in ")]
@@ -632,15 +635,20 @@ def test_the_loader_refuses_weights_that_are_not_the_graphs(loader, loaded):
     for changed, said in [
         (lines[1:], f"weight {first[0]}: .* does not list it"),
         (
-            [" ".join([*first[:3], "2"]), *lines[1:]],
+            [" ".join([*first[:3], "2", first[4]]), *lines[1:]],
             f"weight {first[0]}: 2 bytes are listed, the graph reads {first[3]}",
         ),
         ([" ".join([first[0], "none.bin", *first[2:]]), *lines[1:]], f"{first[0]}: .*none.bin cannot be read"),
         (
-            [" ".join([*first[:2], str(10**9), first[3]]), *lines[1:]],
+            [" ".join([*first[:2], str(10**9), *first[3:]]), *lines[1:]],
             f"{first[0]}: .* ends after 0 of {first[3]} bytes",
         ),
+        (
+            [" ".join([*first[:4], "0" * 64]), *lines[1:]],
+            f"{first[0]}: .* was changed or damaged: kimi-graph weights --repair makes it anew",
+        ),
         ([" ".join(first[:3]), *lines[1:]], "has too few words"),
+        ([" ".join(first[:4]), *lines[1:]], "has too few words"),
     ]:
         table.write_text("\n".join(changed) + "\n")
         done, _ = loaded.run(loader, 0, "--compile-only")

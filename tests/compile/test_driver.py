@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from kimi_graph.compile import air, capture, driver, phases
-from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump
+from kimi_graph.compile.bundle import LOCAL, MANIFEST, dump, read_json
 from kimi_graph.compile.driver import Request, build_graph, compile_model, convert_piece, legal_phases
+from kimi_graph.compile.least import least_weights
 from kimi_graph.compile.prototypes import Prototypes
 from kimi_graph.compile.targets import CANN_DEFAULT, CANN_VERSIONS, target
 from kimi_graph.config import MlaConfig
 from kimi_graph.errors import BundleError, CheckpointError, CompileError, ConfigError, KimiGraphError
 from kimi_graph.fixture import make_fixture
+from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config, parse_config
 from tests.compile.family import FAMILY, SPARSE, small_model
 
@@ -194,6 +196,7 @@ REFUSED = {
     "pages for no sequence": ({"pages": 4}, "a sequence of 64 tokens takes 4 pages .* at least 5, 9 for 2"),
     "fewer pages than rows": ({"batch": 7, "pages": 7, "phases": ("decode",)}, "--pages 7: .* at least 8, 29 for 7"),
     "pages for less than a step": ({"batch": 8, "pages": 7, "chunk": 64}, "a step writes 512 tokens, .* at least 32"),
+    "fewer slots than rows": ({"batch": 3, "slots": 3}, "--slots 3: .* at least 4, nearest 4"),
     "rows beyond 32 bits": ({"batch": 10**11}, "--batch 100,000,000,000: .* in 32 bits, at most 2,147,483,647"),
     "an unknown phase": (
         {"phases": ("prefill", "train")},
@@ -233,6 +236,41 @@ def test_what_cannot_be_meant_is_refused_before_any_work_with_the_nearest_legal_
         compile_small(tmp_path / "b", **options)
     assert time.perf_counter() - start < 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mesh_whose_ranks_cannot_hold_their_weights_is_refused_before_any_work(no_work, tmp_path):
+    """Case A10, where it is hopeless: the finished graphs would take 13 s for 128 ranks."""
+    words = (
+        r"kimi-k3 on pp=2,tp=4: a rank of stage 0 needs [\d,.]+ GiB for the weights of its layers alone, the runtime"
+    )
+    with pytest.raises(
+        CompileError, match=words + r" takes 2\.00, a die of 950dt has \d+\.00\. .* No graph was made\."
+    ):
+        compile_model(
+            load_config("kimi-k3"),
+            target=target("950dt"),
+            out=tmp_path / "b",
+            mesh=Mesh.parse("pp=2,tp=4"),
+            weights_format="native",
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", ["native", "int4", "bf16"])
+def test_what_layers_hold_at_least_is_nearly_what_they_hold(host, family_bundle, form):
+    """Never more: nothing that fits may be refused. Fixtures have small layers beside their embedding and head."""
+    options = {"weights_format": form, "mesh": Mesh.parse("pp=2,tp=2"), "phases": ("decode",), "ways": 2}
+    manifest = read_json(family_bundle("kimi-k3.1-pro", "950dt", **options) / MANIFEST)
+    source = read_json(family_bundle("kimi-k3.1-pro", "950dt", **options) / LOCAL)["checkpoint"]
+    config = load_config(source)
+    stored = driver._stored_formats(config, Path(source), form)
+    sizes = {"weights_format": form, "mesh": options["mesh"], "stored": stored, "rows": 2, "max_len": 96, "page": 16}
+    request = Request(config=config, target=target("950dt"), phases=("decode",), **sizes)
+    packed = {path: request.packed(path, request.layout.rules("decode")) for path in request._specs}
+    assert any(packed.values()) == (form != "bf16")
+    held = least_weights(request.layout, request._specs, packed)
+    for stage, found in zip(request.layout.stages(request.buckets()[0]), manifest["memory"]["stages"], strict=True):
+        assert 0.5 * found["weights"] < sum(held[i] for i in stage.layers) <= found["weights"]
 
 
 def test_a_folder_of_something_else_is_refused_before_any_work(compile_small, tmp_path, no_work):

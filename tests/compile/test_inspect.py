@@ -23,7 +23,7 @@ def test_a_reader_sees_model_target_sizes_phases_and_what_is_not_proved(bundle):
         " graph weights, bound at load",
         "3 slots, 9 pages of 16 tokens, 64 tokens a sequence",
         "prefill_b2_t16: 2 rows x 16 tokens, ",
-        "decode_b2: 2 rows x 1 tokens, ",
+        "decode_b2: 2 rows x 1 token, ",
         "batch.block_table int32[2, 4]",
         "outputs  logits bfloat16[2, 512]",
         "not proved\n  No graph was compiled by GE or run on an NPU",

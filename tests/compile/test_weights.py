@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from kimi_graph.checkpoint import Checkpoint, load_params
+from kimi_graph.cli import app
 from kimi_graph.compile import in_place, journal, making, write_weights, written
 from kimi_graph.compile.bundle import LOCAL, MANIFEST, WEIGHTS, Bundle, dump, open_bundle, read_json
 from kimi_graph.compile.expect import bundle_config
@@ -189,7 +192,8 @@ def test_a_rank_that_is_not_there_is_refused(mesh_copy):
 def test_inspect_says_what_was_made_ahead(mesh_copy):
     size = write_weights.write_weights(mesh_copy, ranks=[2, 3]).bytes
     text = " ".join(inspect_bundle(mesh_copy).text().split())  # lines are wrapped
-    assert f"bound at load; of 2 ranks made ahead: {size:,} bytes in weights/" in text
+    assert f"{size:,} bytes made ahead for 2 ranks, in" in " ".join(text.split())
+    assert f"not read: kimi-graph weights {mesh_copy} --verify does" in " ".join(text.split())
 
 
 def test_a_dry_run_writes_nothing(mesh_copy):
@@ -474,10 +478,100 @@ def test_a_changed_byte_is_refused_with_the_name_of_the_weight(copy, small):
         open_written(open_bundle(copy)).read(0, "p.layers.0.kda.key")
     with pytest.raises(BundleError, match=words):
         verify_bundle(copy, checkpoint=small, steps=0)
-    with pytest.raises(BundleError, match=words + r".*delete .*index\.json, and run it again"):
+    with pytest.raises(BundleError, match=words + rf".* kimi-graph weights {copy} --repair makes this file anew"):
         write_weights.write_weights(copy, verify=True)
-    (copy / "weights" / INDEX).unlink()
-    assert write_weights.write_weights(copy, verify=True).read > 0
+
+
+def damage(folder, name, start="rank_"):
+    """Change a byte of a weight in a file whose name starts so; returns that."""
+    index = read_index(folder)
+    file, entry = next((f, e) for f, e in index["files"].items() if name in e["weights"] and f.startswith(start))
+    with (folder / "weights" / file).open("rb+") as f:
+        f.seek(entry["weights"][name]["offset"] + 7)
+        old = f.read(1)
+        f.seek(-1, os.SEEK_CUR)
+        f.write(bytes([old[0] ^ 1]))
+    return file
+
+
+def inodes(folder):
+    return {p.name: p.stat().st_ino for p in (folder / "weights").glob("*.bin")}
+
+
+def test_repair_makes_damaged_files_anew_and_no_others(mesh_copy):
+    write_weights.write_weights(mesh_copy)
+    whole, before = content(mesh_copy / "weights"), inodes(mesh_copy)
+    files = [f for f in read_index(mesh_copy)["files"] if f.startswith("rank_")][1:3]
+    bad = {damage(mesh_copy, next(iter(read_index(mesh_copy)["files"][f]["weights"])), f) for f in files}
+    with pytest.raises(BundleError, match=r"--repair makes this file anew"):
+        write_weights.write_weights(mesh_copy, verify=True)
+    report = write_weights.write_weights(mesh_copy, repair=True)
+    assert set(report.repaired) == bad
+    assert f"{len(bad)} damaged and made anew, " in report.summary
+    assert report.made == sum(
+        sum(w["bytes"] for w in read_index(mesh_copy)["files"][f]["weights"].values()) for f in bad
+    )
+    assert content(mesh_copy / "weights") == whole
+    assert {name for name, inode in inodes(mesh_copy).items() if inode != before[name]} == bad
+    again = write_weights.write_weights(mesh_copy, repair=True)
+    assert (again.repaired, again.made, again.read) == ((), 0, report.read)
+
+
+@pytest.mark.parametrize("how", ["gone", "cut", "a link"])
+def test_a_file_that_is_not_whole_is_made_anew_and_no_other(mesh_copy, tmp_path, how):
+    write_weights.write_weights(mesh_copy)
+    whole, before = content(mesh_copy / "weights"), inodes(mesh_copy)
+    file = next((mesh_copy / "weights").glob("rank_*.bin"))
+    if how == "cut":
+        os.truncate(file, 100)
+    else:
+        file.rename(tmp_path / "elsewhere")
+        if how == "a link":
+            file.symlink_to(tmp_path / "elsewhere")
+    words = rf"{file.name}: (is missing|has 100 bytes|is a link)"
+    for command in ("inspect", "lint"):
+        result = CliRunner().invoke(app, [command, str(mesh_copy)])
+        assert result.exit_code == 1 and re.search(words, result.output), command
+    write_weights.write_weights(mesh_copy)
+    assert content(mesh_copy / "weights") == whole
+    assert {name for name, inode in inodes(mesh_copy).items() if inode != before.get(name)} <= {file.name}
+
+
+def test_weights_are_read_again_without_the_checkpoint_they_were_made_of(mesh_copy):
+    """On a host that got bundle and weights alone."""
+    write_weights.write_weights(mesh_copy)
+    (mesh_copy / LOCAL).unlink()
+    report = write_weights.write_weights(mesh_copy, verify=True)
+    assert (report.made, report.shares) == (0, None)
+    assert report.read == sum(
+        w["bytes"] for e in read_index(mesh_copy)["files"].values() for w in e["weights"].values()
+    )
+    damage(mesh_copy, "p.embed", "")
+    with pytest.raises(BundleError, match=r"weight p\.embed: SHA-256"):
+        write_weights.write_weights(mesh_copy, verify=True)
+    next((mesh_copy / "weights").glob("rank_*.bin")).unlink()
+    with pytest.raises(BundleError, match="is missing"):
+        write_weights.write_weights(mesh_copy, verify=True)
+
+
+def test_nan_and_infinity_of_a_checkpoint_are_named(copy, small, tmp_path):
+    checkpoint = Path(shutil.copytree(small, tmp_path / "checkpoint"))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    stored = Checkpoint.open(checkpoint).tensors[name]
+    with stored.file.open("rb+") as f:
+        f.seek(stored.begin)
+        f.write(struct.pack("<3H", 0x7FC0, 0x3F80, 0xFF80))  # NaN, one, minus infinity
+    report = write_weights.write_weights(copy, checkpoint=checkpoint, verify=True)
+    assert {weight: n for (_, weight), n in report.not_finite.items()} == {"p.layers.0.kda.out": 2}
+    assert report.summary.endswith("NaN or infinity in 1 weights")
+    assert "p.layers.0.kda.out in rank_0000-" in report.text()
+    assert report.to_json()["not_finite"][0]["numbers"] == 2
+    assert CliRunner().invoke(app, ["check", str(checkpoint)]).exit_code == 0
+    result = CliRunner().invoke(app, ["check", str(checkpoint), "--values"])
+    assert result.exit_code == 1
+    assert re.search(rf"{name}: 2 of [\d,]+ numbers are NaN or infinite", result.stdout)
+    assert result.stderr.endswith(": 1 with NaN or infinity\n")
+    assert CliRunner().invoke(app, ["check", str(small), "--values"]).stdout.splitlines()[-1].count(", all finite") == 1
 
 
 def other_name(index, name):

@@ -8,6 +8,7 @@ import torch
 import kimi_graph as kg
 from kimi_graph import tree
 from kimi_graph.errors import ConfigError
+from kimi_graph.taps import collect
 
 ROUNDING = 1e-12  # float64, sums in another order
 
@@ -122,6 +123,17 @@ def test_taps_name_what_was_asked_for(config, params, tokens):
     assert torch.equal(taps["layers.3.kda.state"], state.layers[3].memory[1:])
     assert taps["layers.1.moe.experts"].shape == (140, 4)
     assert logits.shape == (2, 70, config.vocab)
+
+
+def test_what_is_collected_around_a_call_is_what_its_taps_give(config, params, tokens):
+    want = ["layers.1.moe.experts"]
+    with collect(want) as around:
+        state = kg.prefill(config, params, tokens, kg.init_state(config, 2, 80))[1]
+    _, taps = kg.prefill(config, params, tokens, kg.init_state(config, 2, 80), taps=want)
+    assert torch.equal(around[want[0]], taps[want[0]])
+    with collect(want) as around:
+        kg.decode(config, params, tokens[:, 0], state)
+    assert around[want[0]].shape == (2, 4)
 
 
 @pytest.mark.parametrize("taps", [["layers.*.kda.stat"], "layers.*.kda.stat"], ids=["in a list", "a string"])

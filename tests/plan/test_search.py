@@ -183,12 +183,12 @@ def test_dies_that_could_only_be_had_one_by_one_are_told_apart():
     plan = make_plan(ask("kimi-k3.1-pro", "a3", max_len=1_000_000, batch=1))
     assert plan.devices % 16 == 0 and plan.bare < plan.devices
     text = spoken(plan)
-    assert f"{plan.bare} would do if dies could be had one by one; a3 is had in whole ones: package 2, host 16" in text
+    assert f"{plan.bare} dies would do, but dies of a3 come in packages of 2 and hosts of 16" in text
 
 
 def test_so_many_dies_as_are_no_whole_hosts_are_evaluated_and_that_is_said():
     text = spoken(make_plan(ask("kimi-linear-48b", "a3", devices=20, batch=20)))
-    assert "20 dies are not had alone" in text and "the next whole number is 32" in text
+    assert "20 dies cannot be had alone: dies of a3 come in" in text and "the next whole number is 32" in text
 
 
 @pytest.mark.parametrize("kind", ["context", "pad", "copies"])
@@ -349,6 +349,14 @@ def test_the_commands_that_a_plan_prints_run(host: Host, tmp_path, name, chip):
         more = ["--dry-run", "--cache-dir", str(host.root.parent)]
         result = CliRunner().invoke(cli.app, [*words[1:], *more])
         assert words[0] == "kimi-graph" and result.exit_code == 0, result.output
+
+
+def test_the_commands_name_a_folder_with_spaces_whole_and_write_beside_the_model_into_two_folders():
+    text = make_plan(dataclasses.replace(small_ask("kimi-linear-48b", batch=2), model="build/my model")).text()
+    words = [shlex.split(x, comments=True) for x in re.findall(r"^compile +(kimi-graph .*)$", text, re.M)]
+    folders = [w[w.index("-o") + 1] for w in words]
+    assert [w[2] for w in words] == ["build/my model"] * 2
+    assert folders[1] == f"{folders[0]}-prefill" and folders[0].endswith("-a3")
 
 
 @pytest.mark.slow

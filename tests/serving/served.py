@@ -55,19 +55,32 @@ class Output:
 
 def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Output]:
     """Greedy continuations of all prompts in one batch."""
-    from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
+    return [*map(_output, _generated(llm, [TokensPrompt(prompt_token_ids=list(p)) for p in prompts], count))]
+
+
+def seen(llm: Any, pictures: Sequence[Any], text: str, count: int = 8) -> tuple[list[int], Output]:
+    """A prompt with pictures before its text: its ids, with one for each embedding, and the greedy continuation."""
+    from kimi_graph.serving.pictures import placeholder
+
+    given: dict[str, Any] = {"prompt": placeholder() * len(pictures) + text}
+    if pictures:
+        given["multi_modal_data"] = {"image": list(pictures)}
+    (out,) = _generated(llm, [given], count)
+    return list(out.prompt_token_ids), _output(out)
+
+
+def _generated(llm: Any, prompts: Sequence[Any], count: int) -> Any:
+    from vllm import SamplingParams
+
     sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2)
-    outs = llm.generate([TokensPrompt(prompt_token_ids=list(p)) for p in prompts], sampling, use_tqdm=False)
-    return [
-        Output(
-            list(o.outputs[0].token_ids),
-            o.num_cached_tokens,
-            [{token: x.logprob for token, x in step.items()} for step in o.outputs[0].logprobs],
-        )
-        for o in outs
-    ]
+    return llm.generate(list(prompts), sampling, use_tqdm=False)
+
+
+def _output(o: Any) -> Output:
+    top = [{token: x.logprob for token, x in step.items()} for step in o.outputs[0].logprobs]
+    return Output(list(o.outputs[0].token_ids), o.num_cached_tokens, top)
 
 
 def differ_at_a_tie(one: Output, other: Output, rounding: float) -> bool:
@@ -138,7 +151,7 @@ class Library:
         state = kg.init_state(self.config, 1, len(ids) + count, torch.float32)
         with torch.no_grad():
             given = torch.tensor([list(ids)])
-            logits, state = kg.prefill(self.config, self.params, given, state, last_only=True, vision=pictures)
+            logits, state = kg.prefill(self.config, self.params, given, state, last_only=True, vision=pictures or None)
             self._keep([tuple(ids)], self._continued(logits, state, count))
 
     def agrees(self, prompt: Sequence[int], got: Output) -> None:

@@ -71,8 +71,8 @@ def test_experts_move_between_two_processes_while_they_decode(folder, tmp_path):
     "asked, words",
     [
         ({"redundant": 4}, "expected an object of redundant_experts and rebalance_steps"),
-        ({"redundant_experts": -1}, r"kimi_graph\.redundant_experts: found -1, expected a number from 0 on"),
-        ({"rebalance_steps": True}, r"kimi_graph\.rebalance_steps: found True"),
+        ({"redundant_experts": -1}, r"kimi_graph_experts\.redundant_experts: found -1, expected a number from 0 on"),
+        ({"rebalance_steps": True}, r"kimi_graph_experts\.rebalance_steps: found True"),
         ({"rebalance_steps": 9}, r"redundant_experts: found 0, nearest 2: without copies nothing moves"),
         ({"redundant_experts": 3}, r"19 slots do not divide over 2 ranks"),
         ({"redundant_experts": 40}, r"at most once on each of 2 ranks"),
@@ -81,16 +81,16 @@ def test_experts_move_between_two_processes_while_they_decode(folder, tmp_path):
 def test_what_cannot_be_asked_of_the_engine_is_refused(folder, asked, words):
     config = kg.load_config(folder("kimi-linear-48b"))
     with pytest.raises(KimiGraphError, match=words):
-        with_asked(config, {"kimi_graph": asked}, WAYS)
+        with_asked(config, {"kimi_graph_experts": asked}, WAYS)
 
 
 def test_one_rank_has_nothing_to_balance_and_nobody_has_to_ask(folder):
     config = kg.load_config(folder("kimi-linear-48b"))
     with pytest.raises(KimiGraphError, match="experts lie on one rank; leave it out, or set --tensor-parallel-size"):
-        with_asked(config, {"kimi_graph": {"redundant_experts": 2}}, 1)
+        with_asked(config, {"kimi_graph_experts": {"redundant_experts": 2}}, 1)
     for nothing in ({}, {"another": 1}, None):
         assert with_asked(config, nothing, 1) == (config, 0)
-    made, every = with_asked(config, {"kimi_graph": {"redundant_experts": 4, "rebalance_steps": 50}}, WAYS)
+    made, every = with_asked(config, {"kimi_graph_experts": {"redundant_experts": 4, "rebalance_steps": 50}}, WAYS)
     assert (made, every) == (with_copies(config, 4), 50)
 
 
@@ -103,7 +103,7 @@ def test_experts_that_move_while_the_engine_serves_leave_its_tokens(folder, libr
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|0")
     lib = library("kimi-linear-48b")
-    asked = {"kimi_graph": {"redundant_experts": COPIES, "rebalance_steps": 5}}
+    asked = {"kimi_graph_experts": {"redundant_experts": COPIES, "rebalance_steps": 5}}
     options = {"tensor_parallel_size": WAYS, "additional_config": asked, "disable_log_stats": True}
     with engine(folder("kimi-linear-48b"), **options) as llm:
         rounds(lib, llm, lib.prompts(8, 140, 33, seed=11), times=2)

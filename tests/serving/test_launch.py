@@ -1,7 +1,9 @@
 """The command that starts a server, and what it refuses; with vLLM, the server and its client."""
 
 import base64
+import contextlib
 import io
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.launch import Launch, cores_of_ranks
-from tests.serving.served import SETTINGS
+from tests.serving.served import SETTINGS, Output, differ_at_a_tie
 
 
 def launch(folder, **changes):
@@ -38,6 +40,8 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
     assert "--trust-remote-code" not in words
+    said = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run", "--json")
+    assert json.loads(said.stdout) == {"command": words}
 
 
 @pytest.mark.parametrize(
@@ -83,13 +87,13 @@ def test_without_the_engine_one_line_says_how_to_install_it(tiny, monkeypatch):
 PORT = 18123
 
 
-@pytest.fixture(scope="module")
-def server(folder):
-    """`kimi-graph serve` of a model with pictures."""
-    words = [sys.executable, "-m", "kimi_graph", "serve", str(folder("kimi-k3.1-pro")), "--name", "k31"]
+@contextlib.contextmanager
+def running(folder, port, **environment):
+    """`kimi-graph serve`: its process, and its first and last lines."""
+    words = [sys.executable, "-m", "kimi_graph", "serve", str(folder), "--name", "k31"]
     own = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "OMP_NUM_THREADS"}
-    words += ["--max-len", "512", "--port", str(PORT)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own)
+    words += ["--max-len", "512", "--port", str(port), "--tool-parser", "hermes"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own | environment)
     assert process.stdout is not None
     command = process.stdout.readline()
     while (line := process.stdout.readline()) and "answers on" not in line:
@@ -103,20 +107,37 @@ def server(folder):
     rest.join()
     process.stdout.close()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{PORT}/health", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """Of a model with pictures."""
+    with running(folder("kimi-k3.1-pro"), PORT) as found:
+        yield found
+
+
+def client_of(port):
+    import openai
+
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 @pytest.fixture
 def client(server):
-    import openai
-
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with client_of(PORT) as client:
         yield client
 
 
 def said(client, content, **options):
     options = {"max_tokens": 6, "temperature": 0, **options}
     return client.chat.completions.create(model="k31", messages=[{"role": "user", "content": content}], **options)
+
+
+def as_output(places):
+    """Words stand for tokens."""
+    top = [{x.token: x.logprob for x in (place, *place.top_logprobs)} for place in places]
+    return Output([place.token for place in places], 0, top)
 
 
 def healthy():
@@ -143,6 +164,21 @@ def bomb():
         chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0])) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     )
     return "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + parts).decode()
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"type": "string", "enum": ["north", "south"]}},
+            "required": ["place"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @pytest.mark.serving
@@ -177,12 +213,17 @@ class TestServer:
             ({"temperature": -1}, 400),
             ({"model": "another"}, 404),
             ({"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}]}, 400),
-            (
-                {"content": [{"type": "image_url", "image_url": {"url": bomb()}}]},
-                500,
-            ),  # what vLLM 0.32 says; nothing is unpacked
+            ({"content": [{"type": "image_url", "image_url": {"url": bomb()}}]}, 400),
+            ({"content": [{"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}]}, 400),
+            ({"content": {"no": "list"}}, 400),
+            ({"tools": [{"type": "function"}]}, 400),
+            ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "another"}}}, 400),
+            ({"extra_body": {"top_logprobs": 1000, "logprobs": True}}, 400),
         ],
-        ids=["too long", "too many tokens", "wrong type", "out of range", "unknown model", "no picture", "image bomb"],
+        ids=[
+            *("too long", "too many tokens", "wrong type", "out of range", "unknown model", "no picture", "image bomb"),
+            *("a file", "no content", "no tool", "unknown tool", "too many logprobs"),
+        ],
     )
     def test_a_bad_request_gets_its_status_and_the_next_is_served(self, client, change, status):
         import openai
@@ -195,6 +236,60 @@ class TestServer:
         assert caught.value.status_code == status, caught.value
         assert healthy()
         assert said(client, "hello").usage.completion_tokens
+
+    def test_a_prompt_may_be_as_long_as_the_limit_leaves_room_for_and_no_longer(self, client):
+        """An answer to a prompt of ids ends at the limit, whatever was asked for."""
+
+        def asked(length, count):
+            return client.completions.create(model="k31", prompt=[7] * length, max_tokens=count, temperature=0)
+
+        import openai
+
+        for count in (1, 2):
+            assert asked(511, count).usage.total_tokens == 512
+        for length in (512, 513):
+            with pytest.raises(openai.BadRequestError):
+                asked(length, 1)
+        assert asked(511, 1).usage.total_tokens == 512
+
+    def test_a_tool_is_called_with_arguments_of_its_schema(self, client):
+        blanks = {str(ord(x)): -100 for x in "\t\n\r "}  # a model of random weights would write them without end
+        named = {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+        named |= {"logit_bias": blanks}
+        one, other = (said(client, "weather?", max_tokens=120, **named).choices[0].message for _ in range(2))
+        (call,) = one.tool_calls
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["place"] in ("north", "south")
+        assert [x.function.arguments for x in other.tool_calls] == [call.function.arguments]
+
+    def test_the_results_of_a_call_are_read_by_the_models_template(self, client):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "north"}'}}
+
+        def asked(result):
+            messages = [
+                {"role": "user", "content": "weather?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "content": result},
+            ]
+            options = {"max_tokens": 4, "temperature": 0, "logprobs": True, "tools": [WEATHER], "tool_choice": "none"}
+            answer = client.chat.completions.create(model="k31", messages=messages, **options)
+            return [place.logprob for place in answer.choices[0].logprobs.content]
+
+        assert asked("cold") == asked("cold")
+        assert asked("cold") != asked("warm")
+
+    def test_where_the_worker_runs_changes_no_answer(self, client, folder):
+        """One thread, no cores of its own and no process of its own, as tests in one process have it."""
+        others = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+        def answers(api):
+            asked = ("hello", "hello", "word " * 50, "word " * 80, "word " * 80)  # within a page and over its end
+            given = (said(api, words, logprobs=True, top_logprobs=2).choices[0].logprobs.content for words in asked)
+            return [as_output(places) for places in given]
+
+        with running(folder("kimi-k3.1-pro"), PORT + 1, **others), client_of(PORT + 1) as other:
+            for one, again in zip(answers(client), answers(other), strict=True):
+                assert differ_at_a_tie(one, again, 2 * 2**-5), (one, again)
 
     def test_a_stream_that_is_left_leaves_the_server_well(self, client):
         stream = said(client, "hello", stream=True, max_tokens=300)

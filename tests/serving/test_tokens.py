@@ -114,15 +114,6 @@ def test_pages_are_shared_in_every_order(folder, library):
             llm.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("preset", ["kimi-linear-48b"])
-def test_two_pipeline_stages_give_the_same_tokens(folder, library, preset):
-    """Not eager: vLLM makes what a later stage receives in a warm-up, which an eager CPU skips."""
-    lib = library(preset)
-    prompts = lib.prompts(8, 70, 140, 33, 300, seed=10)
-    with engine(folder(preset), pipeline_parallel_size=2, enforce_eager=False, disable_log_stats=True) as llm:
-        rounds(lib, llm, prompts, times=2)
-
-
 def test_a_config_that_is_reset_when_the_caches_are_there_changes_nothing(folder, library):
     """As vLLM's server does it: the platform's default page is in the config again, and not that of the caches.
 

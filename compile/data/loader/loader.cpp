@@ -7,7 +7,7 @@
 //                     [--deterministic] [--states]
 //
 // DEPLOY/ranks/R.txt and DEPLOY/graphs/*.txt say what the rank is and what its graphs read, in lines of words;
-// DEPLOY/weights/R.txt has `name file offset bytes` for each weight, of files in WEIGHTS. STEPS/<n>/phase names the
+// DEPLOY/weights/R.txt has `name file offset bytes sha256` for each weight, of files in WEIGHTS. STEPS/<n>/phase names the
 // phase of a step, STEPS/<n>/rankR/<input>.bin are its inputs, OUT/<n>/rankR/<name>.bin its results. What a stage reads
 // of an earlier one is waited for there: OUT is a folder that all hosts see. STEPS/<n>/rankR/<state>.bin, if there is
 // one, is what a state starts the step with; with --states OUT has them after it.
@@ -38,6 +38,7 @@
 #include "graph/gnode.h"
 #include "graph/graph.h"
 #include "graph/tensor.h"
+#include "sha256.h"
 
 namespace {
 
@@ -252,21 +253,25 @@ class Buffer {
     CheckAcl(aclrtMemcpy(data() + at, bytes_ - at, from, bytes, ACL_MEMCPY_HOST_TO_DEVICE), "copying to the device");
   }
 
-  // Bytes of a file from `offset` on, which must be there.
-  void Load(const fs::path& file, size_t offset, const std::string& what) {
+  // Bytes of a file from `offset` on, which must be there, and have this hash where one is given.
+  void Load(const fs::path& file, size_t offset, const std::string& what, const std::string& sha256 = "") {
     std::ifstream in(file, std::ios::binary);
     if (!in) Fail(what + ": " + file.string() + " cannot be read");
     in.seekg(static_cast<std::streamoff>(offset));
     std::vector<char> block(std::min(kBlock, std::max<size_t>(bytes_, 1)));
+    Sha256 hash;
     for (size_t done = 0; done < bytes_;) {
       const size_t next = std::min(block.size(), bytes_ - done);
       in.read(block.data(), static_cast<std::streamsize>(next));
       if (static_cast<size_t>(in.gcount()) != next)
         Fail(what + ": " + file.string() + " ends after " + std::to_string(done + in.gcount()) + " of " +
              std::to_string(bytes_) + " bytes");
+      if (!sha256.empty()) hash.Add(block.data(), next);
       Put(block.data(), done, next);
       done += next;
     }
+    if (!sha256.empty() && hash.Hex() != sha256)
+      Fail(what + ": " + file.string() + " was changed or damaged: kimi-graph weights --repair makes it anew");
   }
 
  private:
@@ -368,6 +373,7 @@ class Rank {
     struct Part {
       std::string file;
       size_t offset, bytes;
+      std::string sha256;
     };
     std::map<std::string, Part> known;
     const fs::path table = args_.deploy / "weights" / (std::to_string(plan_.rank) + ".txt");
@@ -377,7 +383,7 @@ class Rank {
     if (any)
       for (const Words& line : ReadLines(table))
         known[line[0]] = {Word(line, 1, table), static_cast<size_t>(Number(Word(line, 2, table), table)),
-                          static_cast<size_t>(Number(Word(line, 3, table), table))};
+                          static_cast<size_t>(Number(Word(line, 3, table), table)), Word(line, 4, table)};
     for (const GraphPlan& plan : graphs_)
       for (const Port& port : plan.inputs) {
         if (port.kind == "state") {
@@ -389,7 +395,7 @@ class Rank {
             Fail("weight " + port.name + ": " + std::to_string(part->second.bytes) +
                  " bytes are listed, the graph reads " + std::to_string(port.bytes));
           if (auto& weight = Hold(weights_, port))
-            weight->Load(args_.weights / part->second.file, part->second.offset, port.name);
+            weight->Load(args_.weights / part->second.file, part->second.offset, port.name, part->second.sha256);
         }
       }
   }

@@ -17,7 +17,7 @@ from kimi_graph.compile.executor.registry import ge_op
 from kimi_graph.compile.ge_proto import Dtype, shape_of
 from kimi_graph.ops import at_least_f32
 
-from .sparse_attention import INDEX_KEY, LATENT, NO_WINDOW, ROPE, chosen_keys, lengths_of, row_of, table_of
+from .sparse_attention import INDEX_KEY, LATENT, NO_WINDOW, ROPE, chosen_keys, lengths_of, row_of, same_bytes, table_of
 
 LARGEST = {Dtype.INT8.ge: 127.0, Dtype.FLOAT8_E4M3FN.ge: 448.0}
 TILE = 128
@@ -175,7 +175,7 @@ def kv_quant_sparse_flash_attention(
     out = torch.zeros_like(query[..., :LATENT])
     if query.is_meta:
         return out
-    op.require(_same_bytes(key, value), "value differs from key, which kernels read in its place")
+    op.require(same_bytes(key, value), "value differs from key, which kernels read in its place")
     for row in range(rows):
         seen = row_of(op, key, table[row], int(keys[row]))[:, 0]
         for t in range(int(queries[row])):
@@ -186,12 +186,6 @@ def kv_quant_sparse_flash_attention(
                 weights = ((q @ torch.cat([k, k_rope], -1).mT) * scale).softmax(-1).to(query.dtype)
                 out[row, t] = (at_least_f32(weights) @ k).to(out.dtype)
     return out
-
-
-def _same_bytes(key: Tensor, value: Tensor) -> bool:
-    """torch does not compare 8-bit floats."""
-    plain = key.dtype if key.dtype == torch.float64 else torch.int8
-    return torch.equal(key.view(plain), value.view(plain))
 
 
 def _numbers(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

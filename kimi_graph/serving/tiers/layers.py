@@ -19,7 +19,8 @@ class Transfers:
 
     Attributes:
         connector: that wants to be told; None where there is none, or the engine's offloading, which brings the pages
-            of a request before it is computed. caches: of the attention layers.
+            of a request before it is computed.
+        caches: of the attention layers.
     """
 
     def __init__(self, caches: Mapping[int, Any]) -> None:

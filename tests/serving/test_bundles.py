@@ -1,0 +1,347 @@
+"""A bundle's graphs fit an engine or are refused, and calls of them are a step. Needs no engine."""
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+from copy import deepcopy
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from typer.testing import CliRunner
+
+import kimi_graph as kg
+from kimi_graph import tree
+from kimi_graph.cli import app
+from kimi_graph.compile import torchair_host
+from kimi_graph.compile.buckets import Gear
+from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.targets import target
+from kimi_graph.errors import BundleError, ConfigError
+from kimi_graph.fixture import make_fixture
+from kimi_graph.models import decoder
+from kimi_graph.parallel import Mesh
+from kimi_graph.serving.bundles import Choice, Graphs, calls_of, graphs_for, inputs_of, runner_for
+from kimi_graph.serving.rows import rows_of
+
+PAGE, PAGES = 480, 5  # what two KDA layers need in bfloat16; slots as many as pages
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Three layers: KDA and dense, KDA and MoE, MLA and MoE. Read only."""
+    return make_fixture(kg.load_config("kimi-linear-48b"), tmp_path_factory.mktemp("of") / "small", layers=3).folder
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint, tmp_path_factory):
+    """Its bundle: 2 rows, chunks of 240, pages of 480. Read only."""
+    out = tmp_path_factory.mktemp("bundles") / "small"
+    compile_model(
+        kg.load_config(checkpoint), target=target("a3"), out=out, checkpoint=checkpoint, batch=2, chunk=240,
+        max_len=2 * PAGE, page=PAGE, pages=PAGES, slots=PAGES, cache_dir=torchair_host.default_cache(os.environ),
+    )  # fmt: skip
+    return out
+
+
+@pytest.fixture(scope="module")
+def graphs(folder, checkpoint):
+    return Graphs.open(Choice(bundle=folder), checkpoint)
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=9)
+SMALL = {"prefill": [Gear("prefill", 3, 7, ("p",))], "decode": [Gear("decode", 2, 1, ("d",))]}
+
+
+def step(requests):
+    counts = [count for count, _ in requests]
+    return [0, *itertools.accumulate(counts)], [count + before for count, before in requests]
+
+
+@given(REQUESTS, st.booleans())
+def test_every_token_is_in_one_call_after_those_before_it(requests, shared):
+    starts, lengths = step(requests)
+    seen = []
+    reached = [before for _, before in requests]
+    for rows in rows_of(starts, lengths, shared=shared):
+        for call in calls_of(rows, SMALL, shared=shared):
+            assert len(call.requests) <= call.gear.rows and len(set(call.requests.tolist())) == len(call.requests)
+            for request, at, before, count in zip(call.requests, call.at, call.before, call.counts, strict=True):
+                assert int(before) == reached[request] and 1 <= int(count) <= call.gear.tokens == at.numel()
+                first = starts[request] + int(before) - requests[request][1]
+                assert at[:count].tolist() == list(range(first, first + int(count)))
+                reached[request] += int(count)
+                seen += at[:count].tolist()
+    assert sorted(seen) == list(range(starts[-1])) and reached == lengths
+
+
+@given(REQUESTS)
+def test_where_pages_are_shared_what_a_request_finds_is_written_before_or_with_its_first_call(requests):
+    """It finds pages of the tokens before its own; any other request may be who writes them in this step."""
+    starts, lengths = step(requests)
+    reached = [before for _, before in requests]
+    for rows in rows_of(starts, lengths, shared=True):
+        for call in calls_of(rows, SMALL, shared=True):
+            begun = [
+                r for r, before in zip(call.requests.tolist(), call.before, strict=True) if before == requests[r][1]
+            ]
+            for request, count in zip(call.requests.tolist(), call.counts.tolist(), strict=True):
+                reached[request] += count
+            for found in (requests[r][1] for r in begun):
+                assert all(at >= min(found, length) for at, length in zip(reached, lengths, strict=True))
+
+
+def test_the_graph_with_the_fewest_rows_that_are_enough_is_called():
+    gears = {"decode": [Gear("decode", n, 1, (f"d{n}",)) for n in (1, 4)]}
+    for count, name in ((1, "d1"), (2, "d4"), (4, "d4")):
+        (rows,) = rows_of(range(count + 1), [9] * count)
+        assert [c.gear.names for c in calls_of(rows, gears)] == [(name,)]
+    (rows,) = rows_of(range(6), [9] * 5)
+    assert [len(c.requests) for c in calls_of(rows, gears)] == [4, 1]
+
+
+def test_a_graph_gets_its_own_inputs_and_rows_that_are_left_are_nobodys(graphs):
+    (rows,) = rows_of([0, 3], [3])
+    (call,) = calls_of(rows, graphs.gears)
+    old = torch.tensor([[4, 3, 2]], dtype=torch.int32)  # the sequence has one page; what follows is another's
+    given = inputs_of(call, graphs, torch.tensor([7, 8, 9]), old, torch.tensor([2]))
+    described = {i["name"]: tuple(i["shape"]) for i in graphs.bundle.graph("prefill")["inputs"]}
+    assert {name: tuple(x.shape) for name, x in given.items()} == {
+        name: shape for name, shape in described.items() if name != "causal_mask"
+    }
+    assert given["tokens"][:, :4].tolist() == [[7, 8, 9, 9], [0, 0, 0, 0]]
+    assert given["batch.block_table"].tolist() == [[4, 0], [0, 0]] and given["batch.slots"].tolist() == [2, 0]
+    assert given["batch.lengths"].tolist() == given["batch.counts"].tolist() == [3, 0]
+    assert given["batch.slot_mapping"][:4].tolist() == [4 * PAGE, 4 * PAGE + 1, 4 * PAGE + 2, 3]
+
+
+def engine_like(graphs, dtype):
+    """Caches as an engine lays them: one block of bytes for each page, rows of all layers or memories of all layers
+    in it, what others left there not a number."""
+    config, page = graphs.config, graphs.contract["page_tokens"]
+    size = page * graphs.row * dtype.itemsize
+    specs = decoder.state_specs(config, slots=PAGES, pages=PAGES, page=page, dtype=dtype)
+    kinds = [layer.kinds[0] for layer in config.layers]
+    raw = torch.full((PAGES, size), 255, dtype=torch.uint8)
+    found, at = {}, 0
+    rows = raw.view(dtype).view(PAGES, page, graphs.row)
+    column = 0
+    for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True)):
+        for leaf, s in tree.items(spec):
+            name = f"s.layers.{i}.{kind}.{leaf}"
+            if kind == "mla":
+                found[name] = rows[..., column : column + s.shape[-1]]
+                column += s.shape[-1]
+                continue
+            count = s.numel // s.shape[0] * s.dtype.itemsize
+            own = raw[:, at : at + count].view(s.dtype)
+            found[name] = own.unflatten(1, s.shape[1:])
+            at += count
+    return raw, found
+
+
+def played(graphs, runner, states, prompts, count):
+    """Greedy tokens, and logits of each call, of prompts that start together: page 1 and slot n + 1 are the first's."""
+    n = len(prompts)
+    table, slots = torch.arange(1, n + 1)[:, None], torch.arange(n + 1, 2 * n + 1)
+    counts, before, ids = [len(p) for p in prompts], [0] * n, [t for p in prompts for t in p]
+    tokens, logits = [[] for _ in prompts], [[] for _ in prompts]
+    for _ in range(count):
+        starts, lengths = [0, *itertools.accumulate(counts)], [a + b for a, b in zip(before, counts, strict=True)]
+        for rows in rows_of(starts, lengths):
+            for call in calls_of(rows, graphs.gears):
+                given = inputs_of(call, graphs, torch.tensor(ids), table, slots)
+                found = runner.call(call.gear.phase, given, states)
+                for request, row in zip(call.requests.tolist(), found, strict=False):
+                    logits[request].append(row)
+        for own, rows in zip(tokens, logits, strict=True):
+            own.append(int(rows[-1].argmax()))
+        before, counts, ids = lengths, [1] * n, [t[-1] for t in tokens]
+    return tokens, logits
+
+
+def own_states(graphs):
+    """States as the contract has them, without an engine."""
+    return {s["name"]: torch.zeros(s["shape"], dtype=getattr(torch, s["dtype"])) for s in graphs.contract["states"]}
+
+
+def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpoint):
+    """Memories and rows share blocks that held something else: nothing of it is read. The library in float64."""
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    assert graphs.least_page <= PAGE
+    config = graphs.config
+    prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (241, 5)]
+    runner, (_, states) = runner_for(graphs, checkpoint, torch.device("cpu")), engine_like(graphs, torch.float32)
+    tokens, logits = played(graphs, runner, states, prompts, 3)
+    params = kg.load_params(checkpoint, config, torch.float64)
+    for prompt, own, rows in zip(prompts, tokens, logits, strict=True):
+        state = kg.init_state(config, 1, len(prompt) + 3, torch.float64)
+        with torch.no_grad():
+            want, state = kg.prefill(config, params, torch.tensor([prompt]), state, last_only=True)
+            for token, row in zip(own, rows[-3:], strict=True):
+                # caches between calls are float32: 2^-24 of what they hold, some of it in every layer and step
+                assert float((want[0] - row).abs().max()) < 1e-5 * float(want.abs().max())
+                assert int(want.argmax()) == token
+                want, state = kg.decode(config, params, torch.tensor([token]), state)
+
+
+def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint):
+    """With the same numbers as on states of their own, and nothing beside the states."""
+    prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
+    runner = runner_for(graphs, checkpoint, torch.device("cpu"))
+    (raw, lies), own = engine_like(graphs, torch.bfloat16), own_states(graphs)
+    _, logits = played(graphs, runner, lies, prompts, 2)
+    _, alone = played(graphs, runner, own, prompts, 2)
+    for found, want in zip(itertools.chain(*logits), itertools.chain(*alone), strict=True):
+        assert torch.equal(found, want) and bool(torch.isfinite(found).all())
+    assert raw[:, -1].tolist() == [255] * PAGES  # a row's last channel is of page 480, which no token has reached
+    for name, x in lies.items():  # block 1 and 2 hold rows, 3 and 4 memories; of nobody's there is no promise
+        used = [3, 4] if ".kda." in name else [1, 2]
+        at = (slice(None),) if ".kda." in name else (slice(None), slice(4))
+        assert torch.equal(x[used][at], own[name][used][at]), name
+
+
+# ---- whether they fit ------------------------------------------------------------------------------------------------
+
+UNFIT = {
+    "ranks": ({"mesh": Mesh(tensor=2)}, "mesh is tp=1, --tensor-parallel-size and .* tp=2; give tp=1"),
+    "dtype": ({"dtype": torch.float16}, "model.config is bfloat16, --dtype float16; give bfloat16"),
+    "page": ({"page": 128}, "state.page_tokens is 480, --block-size 128; give 480"),
+    "pages": ({"pages": 6}, "state.pages is 5, --num-gpu-blocks-override 6; give 5"),
+    "pages by memory": ({"pages": None}, "state.pages is 5, --num-gpu-blocks-override not given; give 5"),
+    "length": ({"length": 961}, "state.tokens_per_sequence is 960, --max-model-len 961; lower it to 960"),
+    "sequences": ({"sequences": 3}, "buckets.rows is 2, --max-num-seqs 3; lower it to 2"),
+    "tokens": ({"tokens": 481}, "tokens of prefill is 480, --max-num-batched-tokens 481; lower it to 480"),
+    "tiers": ({"connector": "OffloadingConnector"}, "--kv-transfer-config OffloadingConnector: .* leave it out"),
+    "pictures": ({"pictures": 1}, "--limit-mm-per-prompt image 1; lower it to 0"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_engine_that_differs_from_the_contract_is_refused_with_both_values(graphs, case):
+    changes, words = UNFIT[case]
+    graphs.settings.check(graphs)
+    dataclasses.replace(graphs.settings, length=1, sequences=1, tokens=PAGE).check(graphs)
+    with pytest.raises(ConfigError, match=words):
+        dataclasses.replace(graphs.settings, **changes).check(graphs)
+
+
+def test_exact_mode_wants_the_engine_in_float32(folder, checkpoint):
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    assert graphs.settings.dtype == torch.float32
+
+
+def without(phase):
+    def change(m):
+        m["graphs"] = [g for g in m["graphs"] if g["phase"] != phase]
+
+    return change
+
+
+UNCALLED = {
+    "of a mesh": (lambda m: m.update(mesh={"text": "tp=2"}), "mesh is tp=2; an engine calls bundles of one rank"),
+    "without decode": (without("decode"), "buckets has no decode; .* without --phase"),
+    "without prefill": (without("prefill"), "buckets has no prefill"),
+    "8-bit caches": (lambda m: m["state"].update(kv_dtype="int8"), "state.kv_dtype is int8; .* --kv-dtype bf16"),
+    "small pages": (
+        lambda m: m["state"].update(page_tokens=464),
+        "page_tokens is 464; .* from 480 on.* --page 480 --pages 9 --slots 9",
+    ),
+    "few slots": (lambda m: m["state"].update(slots=3), "slots is 3, state.pages 5; .* --slots 9"),
+    "a short chunk": (
+        lambda m: [g.update(tokens=100) for g in m["graphs"] if g["phase"] == "prefill"],
+        "has 200 tokens, a page 480; .* --chunk 240",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNCALLED)
+def test_a_bundle_that_no_engine_can_call_is_refused_with_what_to_compile(graphs, case):
+    change, words = UNCALLED[case]
+    manifest = deepcopy(graphs.bundle.manifest)
+    change(manifest)
+    with pytest.raises(BundleError, match=words):
+        dataclasses.replace(graphs, bundle=dataclasses.replace(graphs.bundle, manifest=manifest)).check()
+
+
+def test_memories_that_no_page_holds_are_refused(graphs):
+    config = graphs.config
+    many = dataclasses.replace(config, layers=(*[config.layers[0]] * 9, config.layers[2]))
+    with pytest.raises(BundleError, match="takes 2,128 tokens; a bundle's pages have at most 1,024"):
+        dataclasses.replace(graphs, config=many).check()
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"kimi_graph": "x"}, "expected an object of bundle, mode"),
+        ({"kimi_graph": {}}, "with a bundle"),
+        ({"kimi_graph": {"bundle": "x", "page": 1}}, "expected an object of bundle, mode"),
+        ({"kimi_graph": {"bundle": "x", "mode": "fast"}}, "mode is 'fast'; expected native or exact"),
+    ],
+)
+def test_what_is_told_of_a_bundle_is_understood_or_refused(told, words):
+    assert Choice.of({}) is None and Choice.of(None) is None and Choice.of({"another": 1}) is None
+    choice = Choice(bundle=Path("x"), mode="exact")
+    assert Choice.of(choice.told) == choice
+    with pytest.raises(ConfigError, match=words):
+        Choice.of(told)
+
+
+def test_a_bundle_that_is_gone_damaged_or_of_another_model_is_refused(folder, checkpoint, tiny, tmp_path):
+    with pytest.raises(BundleError, match=r"gone: no manifest\.json"):
+        Graphs.open(Choice(bundle=tmp_path / "gone"), checkpoint)
+    with pytest.raises(BundleError, match="made for another model than"):
+        Graphs.open(Choice(bundle=folder), tiny)
+    with pytest.raises(BundleError, match=r"no config\.json; expected the checkpoint"):
+        Graphs.open(Choice(bundle=folder), tmp_path)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    Graphs.open(Choice(bundle=copy), checkpoint)
+    file = copy / json.loads((copy / "manifest.json").read_text())["graphs"][0]["file"]
+    file.chmod(0o600)
+    file.write_bytes(file.read_bytes() + b"\0")
+    with pytest.raises(BundleError, match="changed or damaged"):
+        Graphs.open(Choice(bundle=copy), checkpoint)
+
+
+def test_nothing_pretends_to_call_a_bundle_on_an_npu(graphs, checkpoint):
+    with pytest.raises(BundleError, match="nothing here calls a bundle on meta in an engine"):
+        runner_for(graphs, checkpoint, torch.device("meta"))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def cli(*words):
+    return CliRunner().invoke(app, ["serve", *map(str, words), "--dry-run"])
+
+
+def test_serving_a_bundle_tells_the_engine_all_its_sizes(folder, checkpoint, tmp_path):
+    moved = shutil.copytree(folder, tmp_path / "moved")
+    (moved / "local.json").unlink()
+    done = cli(moved, "--checkpoint", checkpoint)
+    assert done.exit_code == 0, done.output
+    for words in (
+        f"--model {checkpoint} --served-model-name moved ",
+        f"""--additional-config '{{"kimi_graph": {{"bundle": "{moved}"}}}}'""",
+        "--max-model-len 960",
+        "--dtype bfloat16 --block-size 480 --num-gpu-blocks-override 5 --max-num-seqs 2 --max-num-batched-tokens 480",
+    ):
+        assert words in done.output
+    done = cli(moved)
+    assert done.exit_code == 1 and "give --checkpoint DIR" in done.output
+    assert graphs_for(Choice(bundle=folder), None)[1] == checkpoint
+    done = cli(folder, "--max-len", 961)
+    assert done.exit_code == 1 and "--max-len 961: expected 1 to 960; nearest 960" in done.output
+    done = cli(folder, "--mesh", "tp=2")
+    assert done.exit_code == 1 and "is of one rank; nearest tp=1" in done.output
+    done = cli(folder, "--tiers", "host=1GB")
+    assert done.exit_code == 1 and "--tiers: a bundle's caches" in done.output
+    done = cli(checkpoint, "--checkpoint", checkpoint)
+    assert done.exit_code == 1 and "goes with a bundle" in done.output
