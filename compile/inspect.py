@@ -129,6 +129,11 @@ def _overlap_lines(kinds: Sequence[Overlap]) -> list[str]:
     return lines
 
 
+def _plain(value: Any) -> Any:
+    """A number as it was written before it was float32: 1e-05, not 9.999999747378752e-06."""
+    return f"{value:.7g}" if isinstance(value, float) else value
+
+
 def _shape(entry: dict[str, Any]) -> str:
     return f"{entry['dtype']}{entry['shape']}"
 
@@ -199,7 +204,7 @@ class Nodes:
     def _line(self, op: OpDef) -> str:
         results = ", ".join(_desc(d) for d in op.output_desc if is_known(d))
         inputs = ", ".join(edge.removesuffix(":0") or "-" for edge in data_edges(op))
-        attrs = " ".join(f"{k}={v}" for k, v in sorted(self._attrs(op).items()))
+        attrs = " ".join(f"{k}={_plain(v)}" for k, v in sorted(self._attrs(op).items()))
         source = source_of(self.origins, op.name)
         return f"{op.name}: {op.type}({inputs}) -> {results}  {attrs}".rstrip() + (f"  # {source}" if source else "")
 

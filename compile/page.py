@@ -68,9 +68,11 @@ def _facts(p: Picture) -> Html:
     m = p.bundle.manifest
     made = ", ".join(f"{k.replace('_', '-')} {v}" for k, v in m["made_by"].items())
     mesh = mesh_lines(m)
+    name, soc = m["target"]["name"], target_of(m).soc
+    chip = "" if soc == name else f", {soc}"
     rows = [
         ("model", f"{m['model']['name']} ({m['model']['type']}), fingerprint {m['model']['fingerprint'][:16]}"),
-        ("target", f"{m['target']['name']} ({m['target']['product']}), {target_of(m).soc}, CANN {m['target']['cann']}"),
+        ("target", f"{name} ({m['target']['product']}){chip}, CANN {m['target']['cann']}"),
         ("mesh", mesh[0].removeprefix("mesh").strip() if mesh else "one rank"),
         ("made by", made),
         ("drawn from", "the bundle's files; nothing of it has run on a device"),

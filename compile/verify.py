@@ -10,6 +10,7 @@ uses. Twice:
   those keys the graph would have chosen itself is counted and shown.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -686,6 +687,25 @@ def _check_finite(params: Any, checkpoint: Checkpoint) -> None:
             raise VerifyError(f"{checkpoint.folder}: parameter {path} has {bad:,} values that are NaN or infinite.")
 
 
+SMALL = 1 << 28  # bytes of weights: the fixtures
+
+
+@contextlib.contextmanager
+def enough_threads(weights: int) -> Iterator[None]:
+    """Inside, a model of so many bytes of weights runs on one thread if it is small.
+
+    Products of a fixture are over before other threads are awake, which spin meanwhile, and on a busy machine are
+    waited for: 200 s in place of 24, and 40 s of CPU time in place of 5.
+    """
+    before = torch.get_num_threads()
+    if weights < SMALL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def compare(
     bundle: Bundle,
     config: ModelConfig,
@@ -802,6 +822,11 @@ def _check_kernels(bundle: Bundle) -> None:
         )
 
 
+def _compared(bundle: Bundle, *rest: Any) -> Report:
+    with enough_threads(bundle.manifest["memory"]["weights"]):
+        return compare(bundle, *rest)
+
+
 def verify_bundle(
     folder: Path,
     *,
@@ -843,10 +868,10 @@ def verify_bundle(
         _check_kernels(bundle)
         arch = ARCH[target(bundle.manifest["target"]["name"]).soc]
         with kernels_on_twin(arch, kernels) as ours:
-            report = compare(bundle, config, weights, modes, steps, seed, progress)
+            report = _compared(bundle, config, weights, modes, steps, seed, progress)
         report.notes.append(str(ours))
     elif not processes:
-        report = compare(bundle, config, weights, modes, steps, seed, progress)
+        report = _compared(bundle, config, weights, modes, steps, seed, progress)
     else:
         from .verify_processes import Processes  # whose processes read this module
 
@@ -855,7 +880,7 @@ def verify_bundle(
         if "prefill" not in {g["phase"] for g in bundle.manifest["graphs"]}:
             raise VerifyError("--processes: needs a bundle with prefill; its ranks start from nothing.")
         with Processes(bundle, config, weights, steps, seed) as ran:
-            report = compare(bundle, config, weights, modes, steps, seed, progress, ran)
+            report = _compared(bundle, config, weights, modes, steps, seed, progress, ran)
             report.notes.append(f"{bundle.manifest['mesh']['ranks']} ranks, each in a process of its own, over gloo")
     if bisect and not report.passed and bundle.manifest["mesh"] is not None:
         report.difference = (

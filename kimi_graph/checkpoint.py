@@ -29,7 +29,7 @@ from .files import new_folder, read_into
 from .headers import CODES, INDEX, MAX_INDEX, SINGLE, Stored, at_home, counted, read_headers
 from .models import Block, Decoder, model_specs
 from .naming import Names
-from .read_config import read_json
+from .read_config import presets, read_json
 from .spec import ParamSpec
 from .streamed import StreamedExperts
 
@@ -186,6 +186,11 @@ def load_params(
     dtype = dtype or config.dtype
     if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"load_params: dtype {dtype}; expected float64, float32, bfloat16 or float16.")
+    if str(source) in presets() and not Path(str(source)).exists():
+        raise CheckpointError(
+            f"load_params: {source} is a preset, a config without weights; expected a checkpoint's folder. "
+            "kg.init_params makes random parameters, kg.make_fixture a small checkpoint."
+        )
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     specs = model_specs(config)
     found = audit(specs, checkpoint, config.dtype, config)

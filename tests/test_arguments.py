@@ -51,6 +51,11 @@ def test_what_is_swapped_or_of_another_model_is_named(small):
         kg.load_params(config, "build")
 
 
+def test_a_preset_has_no_weights_and_load_params_says_what_has(small):
+    with pytest.raises(KimiGraphError, match=r"kimi-k3 is a preset, a config without weights; .* kg.init_params"):
+        kg.load_params("kimi-k3", small[0])
+
+
 @pytest.mark.parametrize("found", [None, 3, {"layers": 2}], ids=str)
 def test_what_is_no_name_is_said_to_be_none(found):
     for call in (kg.load_config, kg.open_bundle, kg.Mesh.parse):

@@ -178,7 +178,7 @@ def curves(lines: Sequence[Curve], x_name: str, y_name: str) -> str:
     for exponent in range(y0, y1 + 1):
         _, y = at(10**x0, 10.0**exponent)
         parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_label(left - 8, y + 4, f"{10.0**exponent:g}", "end"))
+        parts.append(_label(left - 8, y + 4, f"{10.0**exponent:,g}", "end"))
     ticks = sorted({p[0] for p in points})
     if len(ticks) > 9:
         ticks = [10.0**n for n in range(math.ceil(x0), math.floor(x1) + 1)]

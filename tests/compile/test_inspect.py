@@ -82,7 +82,7 @@ def test_nodes_of_a_graph_are_lines_with_types_edges_shapes_and_sources(bundle, 
     norm = next(line for line in lines if line.startswith("layers.1.moe/RmsNorm: "))
     chain = "AddRmsNorm(layers.1.kda/RmsNorm:2, layers.1.kda/Reshape_"  # of the sum and the norm after it
     assert norm.startswith(f"layers.1.moe/RmsNorm: {chain}") and ", p.layers.1.ffn_norm) -> bfloat16[2, " in norm
-    assert "epsilon=9.99" in norm
+    assert "epsilon=1e-05 " in f"{norm} "
     assert "  # models/decoder.py:" in norm
     assert nodes.summary == f"graph {nodes.name}: {len(nodes.graph.op):,} nodes"
 

@@ -19,9 +19,11 @@ from kimi_graph.compile.manifest import GENERATED
 from kimi_graph.compile.targets import CANN_VERSIONS, target
 from kimi_graph.compile.verify import (
     EXACT_TOLERANCE,
+    SMALL,
     Comparison,
     Report,
     Row,
+    enough_threads,
     largest,
     native_tolerance,
     norm,
@@ -560,3 +562,18 @@ def test_a_manifest_that_says_something_else_is_refused_with_the_key(copy, what)
     changed(copy, change)
     with pytest.raises(KimiGraphError, match=message):
         verify_bundle(copy, steps=0, modes=("exact",))
+
+
+def test_a_small_model_runs_on_one_thread_and_the_caller_keeps_his():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with enough_threads(SMALL - 1):
+            assert torch.get_num_threads() == 1
+        with enough_threads(SMALL):
+            assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError), enough_threads(1):
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -6,6 +6,10 @@ dtype, against the same graphs on states of their own.
 
 import functools
 import os
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.serving.bundles import Choice, Graphs, runner_for
-from tests.serving.served import ask, counted, engine
+from tests.serving.served import SETTINGS, ask, counted, engine
 from tests.serving.test_bundles import own_states, played
 from tests.serving.test_tokens import rounds
 
@@ -132,3 +136,35 @@ def test_logits_of_a_prompts_tokens_are_refused_and_the_next_request_is_served(s
             llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(prompt_logprobs=1), use_tqdm=False)
         rounds(lib, llm, lib.prompts(9, seed=4), count=2, times=1)
         assert ask(llm, lib.prompts(9, seed=4), 2)[0].tokens
+
+
+def test_serve_starts_a_server_on_a_bundle_that_answers_alike_and_refuses_what_graphs_do_not_give(bundle):
+    own = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "OMP_NUM_THREADS"}
+    words = [str(bundle("kimi-linear-48b", PAGES[torch.bfloat16], 24)), "--name", "kl", "--port", str(PORT)]
+    command = [sys.executable, "-m", "kimi_graph", "serve", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own) as process:
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and "answers on" not in line:
+            pass
+        assert line, "the server ended"
+        rest = threading.Thread(target=process.stdout.read)  # a full pipe would stop the server
+        rest.start()
+        with openai_client() as client:
+            asked = functools.partial(
+                client.completions.create, model="kl", prompt="hello", max_tokens=6, temperature=0
+            )
+            first, again = (asked(logprobs=1, temperature=0) for _ in range(2))
+            assert first.choices[0].logprobs == again.choices[0].logprobs
+            with pytest.raises(Exception, match="prompt_logprobs: graphs of a bundle") as caught:
+                asked(echo=True, logprobs=1)
+            assert getattr(caught.value, "status_code", None) == 400
+            assert asked().usage.completion_tokens
+        process.send_signal(signal.SIGTERM)
+        rest.join()
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def openai_client():
+    import openai
+
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=120)
