@@ -119,6 +119,9 @@ class Launch:
         """The server's command line."""
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
+        # Said, it stays: left out, vLLM 0.32's CPU platform puts its default back into the scheduler's config after
+        # pages have got the size of a memory, prompts are read in parts whose ends no page has, and no memory is kept.
+        words += ["--block-size", "128"] if self.graphs is None else []  # graphs say their own
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
         # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []

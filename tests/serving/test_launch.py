@@ -39,6 +39,7 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
     assert words[words.index("--max-model-len") + 1] == "512"
+    assert words[words.index("--block-size") + 1] == "128"  # else no memory is kept where pages grow to its size
     assert "--trust-remote-code" not in words
     said = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run", "--json")
     assert json.loads(said.stdout) == {"command": words}
