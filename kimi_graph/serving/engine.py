@@ -7,6 +7,7 @@ batches (`rows`), and the library's forward writes the caches where they lie.
 Axes: N tokens of a step, R requests, B rows of a group, T tokens of its longest, D embed, V vocab.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from kimi_graph.parallel.processes import Member
 from kimi_graph.read_config import load_config
 
 from . import ascend, compat
+from .balance import Balance, with_asked
 from .bundle_caches import BundleSide, all_shapes
 from .bundle_settings import graphs_of
 from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
@@ -64,8 +66,11 @@ class KimiGraphForCausalLM(nn.Module):
         if self.bundle is not None:
             self.requires_raw_input_tokens = True  # graphs embed
             return
+        ways = vllm_config.parallel_config.tensor_parallel_size
+        self.config, self.every = with_asked(self.config, vllm_config.additional_config, ways)
         self.place = place_of(vllm_config, self.config)
         self.params: Any = None
+        self.balance: Balance | None = None
         self.caches: dict[int, KdaCache | MlaCache] = {}
         row = cached_row(self.config)
         for i in self.place.layers:
@@ -83,6 +88,8 @@ class KimiGraphForCausalLM(nn.Module):
             self.bundle.load(self.folder)
             return set()
         self.params = self.place.load(self.folder, self.dtype)
+        balance = Balance(self.place, self.params, self.every)
+        self.balance = balance if balance.shelves else None
         return set()
 
     # ---- what the engine calls ----
@@ -139,6 +146,8 @@ class KimiGraphForCausalLM(nn.Module):
         return {name: torch.zeros(s.shape[1:], dtype=s.dtype or self.dtype, device=device) for name, s in specs.items()}
 
     def _step(self, metadata: Mapping[str, Any], given: Mapping[str, Tensor], made: dict[str, Tensor]) -> None:
+        if self.balance is not None:
+            self.balance.between_steps()
         told = {i: metadata[cache.name] for i, cache in self.caches.items()}
         starts, lengths = ends_of(next(iter(told.values())))
         counts = torch.tensor(starts).diff()
@@ -166,7 +175,11 @@ class KimiGraphForCausalLM(nn.Module):
         states = {i: cache.state() for i, cache in self.caches.items()}
         batches = {id(m): self._batch(m, rows, pages) for m in told.values()}
         own = {i: batches[id(m)] for i, m in told.items()}
-        with donating():
+        counting: Any = contextlib.nullcontext()
+        if self.balance is not None:
+            values |= self.balance.tables(uses)
+            counting = self.balance.counting(rows.real)
+        with donating(), counting:
             for some in transfers.awaited(uses):
                 values = self.place.run(some, self.params, values, states, own, step=rows.step)
         at = rows.at[rows.real]

@@ -159,7 +159,7 @@ class Place:
         shards = tree.map(lambda x: Sharded(rules, x.local, x.dims), _of_uses(uses, params))
         with self.member.at_work():
             made: Any = decoder.run_uses(uses, shards, self.config, given, own[0], own[1], how)
-            return {name: _whole(x) for name, x in made.items()}
+            return {name: in_whole(x) for name, x in made.items()}
 
     def encode(self, params: Decoder[Any], image: VisionInput) -> Tensor:
         """`encode_image`, `[tokens, D]`, on a stage that has the tower."""
@@ -168,7 +168,7 @@ class Place:
         rules = self._rules("vision")
         tower = tree.map(lambda x: Sharded(rules, x.local, x.dims), params.vision)
         with self.member.at_work():
-            return _whole(encode_image(self.config, tree.replace(params, vision=tower), image))
+            return in_whole(encode_image(self.config, tree.replace(params, vision=tower), image))
 
     def _rules(self, phase: str) -> Rules:
         return _rules(self.config, self.mesh.stage, phase)
@@ -191,6 +191,6 @@ def _state_specs(config: ModelConfig) -> tuple[Any, ...]:
     return decoder.state_specs(config, slots=1, pages=1, page=1, dtype=config.dtype)
 
 
-def _whole(x: Any) -> Any:
+def in_whole(x: Any) -> Any:
     """A value that every rank has all of."""
     return x.placed([()] * x.ndim).reduced().local if isinstance(x, Sharded) else x

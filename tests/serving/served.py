@@ -93,6 +93,11 @@ def differ_at_a_tie(one: Output, other: Output, rounding: float) -> bool:
     return True
 
 
+def tables_in_use(model: Any) -> list[Any]:
+    """Which slots hold the experts of each layer, as a rank has it; asked of ranks in other processes."""
+    return [shelf.placed for shelf in model.balance.shelves.values()]
+
+
 def counted(llm: Any, name: str) -> float:
     """A counter of the engine's metrics."""
     return sum(m.value for m in llm.get_metrics() if m.name == name)
