@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,8 +30,9 @@ def nobody(tmp_path: Path) -> Callable[[], contextlib.AbstractContextManager[Non
 
     `tmp_path` and what it lies in can be reached then.
     """
-    for folder in (tmp_path, *list(tmp_path.parents)[:2]):
-        folder.chmod(0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if Path(tempfile.gettempdir()) in folder.parents:
+            folder.chmod(0o755)
 
     @contextlib.contextmanager
     def somebody() -> Iterator[None]:

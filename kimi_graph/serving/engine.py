@@ -61,13 +61,13 @@ class KimiGraphForCausalLM(nn.Module):
         check(vllm_config)
         self.folder, self.dtype = Path(vllm_config.model_config.model), vllm_config.model_config.dtype
         self.config, self.cache_config = config_of(str(self.folder)), vllm_config.cache_config
+        ways = vllm_config.parallel_config.tensor_parallel_size
+        self.config, self.every = with_asked(self.config, vllm_config.additional_config, ways)  # none with a bundle
         graphs = graphs_of(vllm_config)
         self.bundle = None if graphs is None else BundleSide(vllm_config, graphs)
         if self.bundle is not None:
             self.requires_raw_input_tokens = True  # graphs embed
             return
-        ways = vllm_config.parallel_config.tensor_parallel_size
-        self.config, self.every = with_asked(self.config, vllm_config.additional_config, ways)
         self.place = place_of(vllm_config, self.config)
         self.params: Any = None
         self.balance: Balance | None = None

@@ -210,6 +210,7 @@ CHANGES = {
     "max_len": {"max_len": 1000},
     "page": {"page": 64},
     "pages": {"pages": 99},
+    "slots": {"slots": 99},
     "patches": {"config": load_config("kimi-k2.5"), "patches": 64},
     "kv_dtype": {"config": load_config("kimi-k3.1-pro"), "kv_dtype": "int8"},
     "weights_format": {"weights_format": "int4"},

@@ -54,12 +54,13 @@ def bundle(folder, tmp_path_factory):
 def serving(folder, bundle):
     """`serving(preset)`: the engine, told to call a bundle and all that goes with it."""
 
-    def run(preset, of=torch.float32, pages=24, told=None, **changes):
+    def run(preset, of=torch.float32, pages=24, told=None, beside=None, **changes):
         page = PAGES[of]
         own = {"bundle": str(bundle(told or preset, page, pages))} | ({"mode": "exact"} if of == torch.float32 else {})
         options = {
-            "additional_config": {"kimi_graph": own}, "dtype": str(of).removeprefix("torch."), "block_size": page,
-            "num_gpu_blocks_override": pages, "max_model_len": 4 * page, "max_num_seqs": ROWS,
+            "additional_config": {"kimi_graph": own} | (beside or {}),
+            "dtype": str(of).removeprefix("torch."), "block_size": page, "num_gpu_blocks_override": pages,
+            "max_model_len": 4 * page, "max_num_seqs": ROWS,
             "max_num_batched_tokens": ROWS * CHUNK,
         }  # fmt: skip
         if kg.load_config(folder(preset)).vision is not None:
@@ -119,6 +120,7 @@ def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, 
         ({"block_size": 128}, "--block-size 128; give 192"),
         ({"dtype": "bfloat16"}, "model.config is float32, --dtype bfloat16; give float32"),
         ({"told": HARDEST}, "made for another model than"),
+        ({"beside": {"kimi_graph_experts": {"redundant_experts": 2}}}, "experts lie on one rank; leave it out"),
     ],
 )
 def test_an_engine_that_does_not_fit_its_bundle_is_refused_before_it_starts(serving, changes, words):
