@@ -21,9 +21,16 @@ from kimi_graph.models import decoder
 
 from . import recipe
 from .bundle import CONSTANTS
-from .ge_proto import ModelDef, OpDef, dtype_of, get_attr, set_attr, shape_of
+from .ge_proto import Dtype, ModelDef, OpDef, dtype_of, get_attr, set_attr, shape_of
 
 ALIGNMENT = 512
+ATTRIBUTES = {  # of a FileConstant
+    "location": (str, "the name of a file"),
+    "offset": (int, "a number of bytes"),
+    "length": (int, "a number of bytes"),
+    "shape": (list, "a list of sizes"),
+    "dtype": (Dtype, "a dtype"),
+}
 
 
 def place(plan: dict[str, Any]) -> int:
@@ -80,9 +87,18 @@ def to_inputs(model: ModelDef, folder: Path) -> dict[str, Tensor]:
 
 
 def _mapped(op: OpDef, folder: Path) -> Tensor:
-    shape, dtype = tuple(get_attr(op, "shape", [])), get_attr(op, "dtype").torch_dtype
-    location, offset, length = (get_attr(op, key) for key in ("location", "offset", "length"))
-    file = folder / CONSTANTS
+    try:
+        found = {name: get_attr(op, name) for name in ATTRIBUTES if name in op.attr}
+    except ValueError as error:
+        raise BundleError(f"{op.name}: FileConstant: {error}.") from None
+    given: dict[str, Any] = {"shape": [], **found}
+    for name, (kind, words) in ATTRIBUTES.items():
+        if type(given.get(name)) is not kind:
+            raise BundleError(f"{op.name}: FileConstant with {name} {given.get(name)!r}, expected {words}.")
+    location, offset, length, shape = given["location"], given["offset"], given["length"], tuple(given["shape"])
+    dtype, file = given["dtype"].shared, folder / CONSTANTS
+    if dtype is None:
+        raise BundleError(f"{op.name}: FileConstant of {given['dtype'].name}, which no constant of a bundle has.")
     if location != CONSTANTS:
         raise BundleError(f"{op.name}: FileConstant reads {location!r}; the bundle's constants are in {CONSTANTS}.")
     if length != math.prod(shape) * dtype.itemsize or shape != shape_of(op.output_desc[0]):
@@ -90,6 +106,10 @@ def _mapped(op: OpDef, folder: Path) -> Tensor:
     size = file.stat().st_size if file.is_file() else 0
     if not 0 <= offset <= size - length:
         raise BundleError(f"{op.name}: bytes {offset:,} to {offset + length:,} are not in {file} ({size:,} bytes).")
+    if offset % ALIGNMENT:
+        raise BundleError(
+            f"{op.name}: starts at byte {offset:,} of {file}; constants start at multiples of {ALIGNMENT}."
+        )
     mapped = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
     return mapped[offset : offset + length].view(dtype).view(shape)
 

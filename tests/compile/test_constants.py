@@ -184,14 +184,33 @@ def rewrite(folder, plan, chosen, change):
         ("offset", -512, r"p\.head: bytes -512 to .* are not in"),
         ("length", 512, r"p\.head: FileConstant of 512 bytes does not hold torch\.bfloat16 \[512, 256\]"),
         ("shape", [1, 2], r"p\.head: FileConstant of .* does not hold"),
+        ("offset", 2, r"p\.head: starts at byte 2 of .*constants\.bin; constants start at multiples of 512"),
+        ("offset", None, r"p\.head: FileConstant with offset None, expected a number of bytes\."),
+        ("offset", "0", r"p\.head: FileConstant with offset '0', expected a number of bytes\."),
+        ("length", None, r"p\.head: FileConstant with length None, expected a number of bytes\."),
+        ("location", None, r"p\.head: FileConstant with location None, expected the name of a file\."),
+        ("shape", 512, r"p\.head: FileConstant with shape 512, expected a list of sizes\."),
+        ("dtype", None, r"p\.head: FileConstant with dtype None, expected a dtype\."),
+        ("dtype", 3, r"p\.head: FileConstant with dtype 3, expected a dtype\."),
     ],
 )
 def test_a_constant_that_points_elsewhere_is_refused(copy, attribute, value, message):
     model = graph(copy)
     for op in model.graph[0].op:
         if op.name == "p.head":
-            set_attr(op, attribute, value)
+            op.attr.pop(attribute)
+            if value is not None:
+                set_attr(op, attribute, value)
     with pytest.raises(BundleError, match=message):
+        constants.to_inputs(model, copy)
+
+
+def test_a_constant_of_a_dtype_that_nobody_knows_is_refused(copy):
+    model = graph(copy)
+    for op in model.graph[0].op:
+        if op.name == "p.head":
+            op.attr["dtype"].dt = 9999
+    with pytest.raises(BundleError, match=r"p\.head: FileConstant: .*9999"):
         constants.to_inputs(model, copy)
 
 
