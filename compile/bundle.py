@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import BundleError
-from kimi_graph.files import Standing, check_writable, fetch_ahead, from_json, memory_bytes, new_folder
+from kimi_graph.files import Standing, check_writable, fetch_ahead, file_hash, from_json, memory_bytes, new_folder
 
 from .schema import check
 
@@ -165,15 +165,6 @@ def kernels_entry(files: Mapping[str, bytes], operators: Sequence[str]) -> dict[
 def check_hash(data: bytes, expected: str, path: Path) -> None:
     """Raises BundleError where `data` is not what the manifest says."""
     _compare_hash(hashlib.sha256(data).hexdigest(), expected, path)
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _compare_hash(found: str, expected: str, path: Path) -> None:
