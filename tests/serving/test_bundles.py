@@ -25,7 +25,9 @@ from kimi_graph.errors import BundleError, ConfigError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
-from kimi_graph.serving.bundles import Choice, Graphs, calls_of, graphs_for, inputs_of, runner_for
+from kimi_graph.serving.bundle_calls import calls_of, inputs_of
+from kimi_graph.serving.bundle_runners import Seat, runner_for
+from kimi_graph.serving.bundles import Choice, Graphs, graphs_for
 from kimi_graph.serving.rows import rows_of
 
 PAGE, PAGES = 480, 5  # what two KDA layers need in bfloat16; slots as many as pages
@@ -110,7 +112,7 @@ def test_a_graph_gets_its_own_inputs_and_rows_that_are_left_are_nobodys(graphs):
     (rows,) = rows_of([0, 3], [3])
     (call,) = calls_of(rows, graphs.gears)
     old = torch.tensor([[4, 3, 2]], dtype=torch.int32)  # the sequence has one page; what follows is another's
-    given = inputs_of(call, graphs, torch.tensor([7, 8, 9]), old, torch.tensor([2]))
+    given = inputs_of(call, graphs, {"tokens": torch.tensor([7, 8, 9])}, old, torch.tensor([2]))
     described = {i["name"]: tuple(i["shape"]) for i in graphs.bundle.graph("prefill")["inputs"]}
     assert {name: tuple(x.shape) for name, x in given.items()} == {
         name: shape for name, shape in described.items() if name != "causal_mask"
@@ -156,8 +158,8 @@ def played(graphs, runner, states, prompts, count):
         starts, lengths = [0, *itertools.accumulate(counts)], [a + b for a, b in zip(before, counts, strict=True)]
         for rows in rows_of(starts, lengths):
             for call in calls_of(rows, graphs.gears):
-                given = inputs_of(call, graphs, torch.tensor(ids), table, slots)
-                found = runner.call(call.gear.phase, given, states)
+                given = inputs_of(call, graphs, {"tokens": torch.tensor(ids)}, table, slots)
+                found = runner.call(call.gear.phase, given, states)["logits"]
                 for request, row in zip(call.requests.tolist(), found, strict=False):
                     logits[request].append(row)
         for own, rows in zip(tokens, logits, strict=True):
@@ -177,7 +179,7 @@ def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpo
     assert graphs.least_page <= PAGE
     config = graphs.config
     prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (241, 5)]
-    runner, (_, states) = runner_for(graphs, checkpoint, torch.device("cpu")), engine_like(graphs, torch.float32)
+    runner, (_, states) = runner_for(graphs, checkpoint, torch.device("cpu"), Seat()), engine_like(graphs, torch.float32)
     tokens, logits = played(graphs, runner, states, prompts, 3)
     params = kg.load_params(checkpoint, config, torch.float64)
     for prompt, own, rows in zip(prompts, tokens, logits, strict=True):
@@ -194,7 +196,7 @@ def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpo
 def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint):
     """With the same numbers as on states of their own, and nothing beside the states."""
     prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
-    runner = runner_for(graphs, checkpoint, torch.device("cpu"))
+    runner = runner_for(graphs, checkpoint, torch.device("cpu"), Seat())
     (raw, lies), own = engine_like(graphs, torch.bfloat16), own_states(graphs)
     _, logits = played(graphs, runner, lies, prompts, 2)
     _, alone = played(graphs, runner, own, prompts, 2)
@@ -312,7 +314,7 @@ def test_a_bundle_that_is_gone_damaged_or_of_another_model_is_refused(folder, ch
 
 def test_nothing_pretends_to_call_a_bundle_on_an_npu(graphs, checkpoint):
     with pytest.raises(BundleError, match="nothing here calls a bundle on meta in an engine"):
-        runner_for(graphs, checkpoint, torch.device("meta"))
+        runner_for(graphs, checkpoint, torch.device("meta"), Seat())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

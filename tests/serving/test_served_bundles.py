@@ -19,7 +19,8 @@ from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import KimiGraphError
-from kimi_graph.serving.bundles import Choice, Graphs, runner_for
+from kimi_graph.serving.bundle_runners import Seat, runner_for
+from kimi_graph.serving.bundles import Choice, Graphs
 from tests.serving.served import SETTINGS, ask, counted, engine
 from tests.serving.test_bundles import own_states, played
 from tests.serving.test_tokens import rounds
@@ -100,7 +101,7 @@ def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, 
     is no measure: a rounding that flips a near tie of experts or keys is another text.)"""
     prompts, dtype = library(HARDEST).prompts(8, 70, 33, 90, seed=3), torch.bfloat16
     graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24)), folder(HARDEST))
-    runner = runner_for(graphs, folder(HARDEST), torch.device("cpu"))
+    runner = runner_for(graphs, folder(HARDEST), torch.device("cpu"), Seat())
     tokens, logits = played(graphs, runner, own_states(graphs), prompts, 4)
     with serving(HARDEST, dtype) as llm:
         for _ in range(2):
@@ -120,7 +121,7 @@ def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, 
         ({"block_size": 128}, "--block-size 128; give 192"),
         ({"dtype": "bfloat16"}, "model.config is float32, --dtype bfloat16; give float32"),
         ({"told": HARDEST}, "made for another model than"),
-        ({"beside": {"kimi_graph_experts": {"redundant_experts": 2}}}, "experts lie on one rank; leave it out"),
+        ({"beside": {"kimi_graph_experts": {"redundant_experts": 2}}}, "copies of experts are the bundle's own"),
     ],
 )
 def test_an_engine_that_does_not_fit_its_bundle_is_refused_before_it_starts(serving, changes, words):
