@@ -156,7 +156,9 @@ def serve(
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(metavar="pp=A,tp=B", help="The engine's ranks, stages and ranks of each. Default: one; a bundle's."),
+        typer.Option(
+            metavar="pp=A,tp=B", help="The engine's ranks, stages and ranks of each. Default: one; a bundle's."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the model in requests. Default: the folder's.")

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 from copy import deepcopy
@@ -15,15 +16,15 @@ from hypothesis import given
 from typer.testing import CliRunner
 
 import kimi_graph as kg
-from kimi_graph import tree
 from kimi_graph.cli import app
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.buckets import Gear
 from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.executor.lockstep import run_together
 from kimi_graph.compile.targets import target
+from kimi_graph.compile.verify_ranks import whole_result
 from kimi_graph.errors import BundleError, ConfigError
 from kimi_graph.fixture import make_fixture
-from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.bundle_calls import calls_of, inputs_of
 from kimi_graph.serving.bundle_runners import Seat, runner_for
@@ -31,23 +32,38 @@ from kimi_graph.serving.bundles import Choice, Graphs, graphs_for
 from kimi_graph.serving.rows import rows_of
 
 PAGE, PAGES = 480, 5  # what two KDA layers need in bfloat16; slots as many as pages
+HALF = 240  # what they need where each rank has half of the heads
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Three layers: KDA and dense, KDA and MoE, MLA and MoE. Read only."""
-    return make_fixture(kg.load_config("kimi-linear-48b"), tmp_path_factory.mktemp("of") / "small", layers=3).folder
+    config = kg.load_config("kimi-linear-48b")
+    return make_fixture(config, tmp_path_factory.mktemp("of") / "small", layers=3, ways=2).folder
+
+
+def bundle_of(checkpoint, out, page, **sizes):
+    """2 rows, sequences of two pages."""
+    compile_model(
+        kg.load_config(checkpoint), target=target("a3"), out=out, checkpoint=checkpoint, batch=2, max_len=2 * page,
+        page=page, pages=PAGES, slots=PAGES, cache_dir=torchair_host.default_cache(os.environ), **sizes,
+    )  # fmt: skip
+    return out
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
-    """Its bundle: 2 rows, chunks of 240, pages of 480. Read only."""
-    out = tmp_path_factory.mktemp("bundles") / "small"
-    compile_model(
-        kg.load_config(checkpoint), target=target("a3"), out=out, checkpoint=checkpoint, batch=2, chunk=240,
-        max_len=2 * PAGE, page=PAGE, pages=PAGES, slots=PAGES, cache_dir=torchair_host.default_cache(os.environ),
-    )  # fmt: skip
-    return out
+    """Its bundle: chunks of 240, pages of 480. Read only."""
+    return bundle_of(checkpoint, tmp_path_factory.mktemp("bundles") / "small", PAGE, chunk=240)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint, tmp_path_factory):
+    """A bundle of two stages of two tensor ranks: KDA layers on the first, MLA on the second. Read only."""
+    mesh = Mesh(pipe=2, tensor=2)
+    return bundle_of(checkpoint, tmp_path_factory.mktemp("bundles") / "shared", HALF, chunk=HALF // 2, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -123,28 +139,20 @@ def test_a_graph_gets_its_own_inputs_and_rows_that_are_left_are_nobodys(graphs):
     assert given["batch.slot_mapping"][:4].tolist() == [4 * PAGE, 4 * PAGE + 1, 4 * PAGE + 2, 3]
 
 
-def engine_like(graphs, dtype):
-    """Caches as an engine lays them: one block of bytes for each page, rows of all layers or memories of all layers
-    in it, what others left there not a number."""
-    config, page = graphs.config, graphs.contract["page_tokens"]
-    size = page * graphs.row * dtype.itemsize
-    specs = decoder.state_specs(config, slots=PAGES, pages=PAGES, page=page, dtype=dtype)
-    kinds = [layer.kinds[0] for layer in config.layers]
-    raw = torch.full((PAGES, size), 255, dtype=torch.uint8)
-    found, at = {}, 0
-    rows = raw.view(dtype).view(PAGES, page, graphs.row)
-    column = 0
-    for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True)):
-        for leaf, s in tree.items(spec):
-            name = f"s.layers.{i}.{kind}.{leaf}"
-            if kind == "mla":
-                found[name] = rows[..., column : column + s.shape[-1]]
-                column += s.shape[-1]
-                continue
-            count = s.numel // s.shape[0] * s.dtype.itemsize
-            own = raw[:, at : at + count].view(s.dtype)
-            found[name] = own.unflatten(1, s.shape[1:])
-            at += count
+def engine_like(graphs, dtype, stage=0):
+    """Caches of a rank as an engine lays them: one block of bytes for each page, rows of all layers or memories of all
+    layers in it, what others left there not a number."""
+    page, pages = graphs.contract["page_tokens"], graphs.contract["pages"]
+    raw = torch.full((pages, page * graphs.row * dtype.itemsize), 255, dtype=torch.uint8)
+    rows, column, at, found = raw.view(dtype).view(pages, page, graphs.row), 0, 0, {}
+    for name, shape in graphs.states(stage, "mla").items():
+        found[name] = rows[..., column : column + shape[-1]]
+        column += shape[-1]
+    for name, shape in graphs.states(stage, "kda").items():
+        own = torch.float32 if name.endswith(".memory") else dtype
+        count = math.prod(shape[1:]) * own.itemsize
+        found[name] = raw[:, at : at + count].view(own).unflatten(1, shape[1:])
+        at += count
     return raw, found
 
 
@@ -173,14 +181,9 @@ def own_states(graphs):
     return {s["name"]: torch.zeros(s["shape"], dtype=getattr(torch, s["dtype"])) for s in graphs.contract["states"]}
 
 
-def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpoint):
-    """Memories and rows share blocks that held something else: nothing of it is read. The library in float64."""
-    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
-    assert graphs.least_page <= PAGE
-    config = graphs.config
-    prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (241, 5)]
-    runner, (_, states) = runner_for(graphs, checkpoint, torch.device("cpu"), Seat()), engine_like(graphs, torch.float32)
-    tokens, logits = played(graphs, runner, states, prompts, 3)
+def check_librarys_own(checkpoint, prompts, tokens, logits):
+    """Against the library in float64."""
+    config = kg.load_config(checkpoint)
     params = kg.load_params(checkpoint, config, torch.float64)
     for prompt, own, rows in zip(prompts, tokens, logits, strict=True):
         state = kg.init_state(config, 1, len(prompt) + 3, torch.float64)
@@ -193,10 +196,52 @@ def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpo
                 want, state = kg.decode(config, params, torch.tensor([token]), state)
 
 
+def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpoint):
+    """Memories and rows share blocks that held something else: nothing of it is read."""
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    assert graphs.least_page <= PAGE
+    prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (241, 5)]
+    runner, (_, states) = runner_for(graphs, checkpoint, CPU, Seat()), engine_like(graphs, torch.float32)
+    check_librarys_own(checkpoint, prompts, *played(graphs, runner, states, prompts, 3))
+
+
+class Together:
+    """All ranks of a bundle in this process, each with its seat and its caches, in lockstep."""
+
+    def __init__(self, graphs, checkpoint, dtype):
+        world, self.ways = graphs.mesh.world, graphs.mesh.tensor
+        self.ranks = [runner_for(graphs, checkpoint, CPU, Seat(rank)) for rank in range(world)]
+        self.states = [engine_like(graphs, dtype, rank // self.ways)[1] for rank in range(world)]
+
+    def call(self, phase, given, _):
+        plan, crossed = self.ranks[0].plan, {}
+        for first in range(0, len(self.ranks), self.ways):
+            own = range(first, first + self.ways)
+            runs = [self.ranks[r].steps(phase, {**given, **crossed}, self.states[r]) for r in own]
+            gives = run_together(runs, lambda _: [list(range(self.ways))])
+            assert all(torch.equal(x, gives[1][name]) for name, x in gives[0].items() if name != "logits")
+            crossed = gives[0]
+        return {"logits": whole_result(plan, phase, dict(enumerate(gives)))}
+
+
+def test_ranks_of_a_mesh_give_the_models_tokens_on_caches_that_hold_their_part(shared, checkpoint):
+    graphs = Graphs.open(Choice(bundle=shared, mode="exact"), checkpoint)
+    config, mixer = graphs.config, graphs.config.layers[0].mixer
+    assert graphs.mesh == Mesh(pipe=2, tensor=2) and graphs.memories == 2
+    assert dataclasses.replace(graphs, mode="native").least_page == HALF
+    assert graphs.states(0, "mla") == graphs.states(1, "kda") == {}
+    assert graphs.states(0, "kda")["s.layers.0.kda.memory"] == (PAGES, mixer.heads // 2, mixer.value, mixer.key)
+    assert graphs.states(1, "mla")["s.layers.2.mla.latent"] == (PAGES, HALF, config.layers[2].mixer.latent)
+    assert graphs.read_by(0) == {} and graphs.read_by(1) == {"1.x": ((config.embed,), torch.float64)}
+    prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (121, 5)]
+    together = Together(graphs, checkpoint, torch.float32)
+    check_librarys_own(checkpoint, prompts, *played(graphs, together, None, prompts, 3))
+
+
 def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint):
     """With the same numbers as on states of their own, and nothing beside the states."""
     prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
-    runner = runner_for(graphs, checkpoint, torch.device("cpu"), Seat())
+    runner = runner_for(graphs, checkpoint, CPU, Seat())
     (raw, lies), own = engine_like(graphs, torch.bfloat16), own_states(graphs)
     _, logits = played(graphs, runner, lies, prompts, 2)
     _, alone = played(graphs, runner, own, prompts, 2)
@@ -247,7 +292,9 @@ def without(phase):
 
 
 UNCALLED = {
-    "of a mesh": (lambda m: m.update(mesh={"text": "tp=2"}), "mesh is tp=2; an engine calls bundles of one rank"),
+    "of copies of the model": (lambda m: m.update(mesh={"text": "dp=2,tp=2"}), "mesh is dp=2,tp=2; .* --mesh tp=2"),
+    "experts on few ranks": (lambda m: m.update(mesh={"text": "tp=2,ep=1"}), "mesh is tp=2,ep=1; .* --mesh tp=2"),
+    "split caches": (lambda m: m["state"].update(pools=2), "state.pools is 2; .* without --split-cache"),
     "without decode": (without("decode"), "buckets has no decode; .* without --phase"),
     "without prefill": (without("prefill"), "buckets has no prefill"),
     "8-bit caches": (lambda m: m["state"].update(kv_dtype="int8"), "state.kv_dtype is int8; .* --kv-dtype bf16"),
@@ -273,10 +320,13 @@ def test_a_bundle_that_no_engine_can_call_is_refused_with_what_to_compile(graphs
 
 
 def test_memories_that_no_page_holds_are_refused(graphs):
-    config = graphs.config
-    many = dataclasses.replace(config, layers=(*[config.layers[0]] * 9, config.layers[2]))
+    """Of nine layers."""
+    manifest = deepcopy(graphs.bundle.manifest)
+    first = [s for s in manifest["state"]["states"] if s["name"].startswith("s.layers.0.")]
+    more = (s | {"name": s["name"].replace(".0.", f".{i}.")} for i in range(3, 10) for s in first)
+    manifest["state"]["states"].extend(more)
     with pytest.raises(BundleError, match="takes 2,128 tokens; a bundle's pages have at most 1,024"):
-        dataclasses.replace(graphs, config=many).check()
+        dataclasses.replace(graphs, bundle=dataclasses.replace(graphs.bundle, manifest=manifest)).check()
 
 
 @pytest.mark.parametrize(
@@ -342,8 +392,17 @@ def test_serving_a_bundle_tells_the_engine_all_its_sizes(folder, checkpoint, tmp
     done = cli(folder, "--max-len", 961)
     assert done.exit_code == 1 and "--max-len 961: expected 1 to 960; nearest 960" in done.output
     done = cli(folder, "--mesh", "tp=2")
-    assert done.exit_code == 1 and "is of one rank; nearest tp=1" in done.output
+    assert done.exit_code == 1 and "small is of tp=1; leave it out, or compile one with --mesh tp=2" in done.output
     done = cli(folder, "--tiers", "host=1GB")
     assert done.exit_code == 1 and "--tiers: a bundle's caches" in done.output
     done = cli(checkpoint, "--checkpoint", checkpoint)
     assert done.exit_code == 1 and "goes with a bundle" in done.output
+
+
+def test_serving_a_bundle_of_a_mesh_starts_its_ranks(shared):
+    for words in ((), ("--mesh", "tp=2,pp=2")):
+        done = cli(shared, *words)
+        assert done.exit_code == 0, done.output
+        assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in done.output
+    done = cli(shared, "--mesh", "tp=2")
+    assert done.exit_code == 1 and "shared is of pp=2,tp=2; leave it out, or" in done.output

@@ -19,10 +19,12 @@ from kimi_graph.compile import torchair_host
 from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import KimiGraphError
+from kimi_graph.parallel import Mesh
 from kimi_graph.serving.bundle_runners import Seat, runner_for
 from kimi_graph.serving.bundles import Choice, Graphs
 from tests.serving.served import SETTINGS, ask, counted, engine
-from tests.serving.test_bundles import own_states, played
+from tests.serving.test_bundles import Together, own_states, played
+from tests.serving.test_mesh import PIPE, TENSOR
 from tests.serving.test_tokens import rounds
 
 pytestmark = [pytest.mark.serving, pytest.mark.filterwarnings("default")]
@@ -39,11 +41,11 @@ def bundle(folder, tmp_path_factory):
     """`bundle(preset, page, pages)`: of a fixture, 5 rows, chunks of 80, sequences of 4 pages."""
 
     @functools.cache
-    def made(preset, page, pages):
+    def made(preset, page, pages, mesh=None):
         out = tmp_path_factory.mktemp("bundles") / preset
         compile_model(
             kg.load_config(folder(preset)), target=target("a3"), out=out, checkpoint=folder(preset), batch=ROWS,
-            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages,
+            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages, mesh=mesh,
             cache_dir=torchair_host.default_cache(os.environ),
         )  # fmt: skip
         return out
@@ -55,9 +57,10 @@ def bundle(folder, tmp_path_factory):
 def serving(folder, bundle):
     """`serving(preset)`: the engine, told to call a bundle and all that goes with it."""
 
-    def run(preset, of=torch.float32, pages=24, told=None, beside=None, **changes):
+    def run(preset, of=torch.float32, pages=24, told=None, beside=None, mesh=None, **changes):
         page = PAGES[of]
-        own = {"bundle": str(bundle(told or preset, page, pages))} | ({"mode": "exact"} if of == torch.float32 else {})
+        mode = {"mode": "exact"} if of == torch.float32 else {}
+        own = {"bundle": str(bundle(told or preset, page, pages, mesh))} | mode
         options = {
             "additional_config": {"kimi_graph": own} | (beside or {}),
             "dtype": str(of).removeprefix("torch."), "block_size": page, "num_gpu_blocks_override": pages,
@@ -96,20 +99,43 @@ def test_preempted_requests_give_the_same_tokens(serving, library):
         assert counted(llm, "vllm:num_preemptions") > 0
 
 
-def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle):
+@pytest.mark.parametrize("mesh", [None, Mesh(tensor=2)], ids=str)
+def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle, mesh):
     """To the bit, but for the softmax: what `verify` says of the graphs holds of the answers. (The library in bfloat16
     is no measure: a rounding that flips a near tie of experts or keys is another text.)"""
     prompts, dtype = library(HARDEST).prompts(8, 70, 33, 90, seed=3), torch.bfloat16
-    graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24)), folder(HARDEST))
-    runner = runner_for(graphs, folder(HARDEST), torch.device("cpu"), Seat())
-    tokens, logits = played(graphs, runner, own_states(graphs), prompts, 4)
-    with serving(HARDEST, dtype) as llm:
+    graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24, mesh)), folder(HARDEST))
+    if mesh is None:
+        runner, states = runner_for(graphs, folder(HARDEST), torch.device("cpu"), Seat()), own_states(graphs)
+    else:
+        runner, states = Together(graphs, folder(HARDEST), dtype), None
+    tokens, logits = played(graphs, runner, states, prompts, 4)
+    with serving(HARDEST, dtype, mesh=mesh, **(TENSOR if mesh else {})) as llm:
         for _ in range(2):
             for out, own, rows in zip(ask(llm, prompts, 4), tokens, logits, strict=True):
                 assert out.tokens == own
                 for top, row in zip(out.top, rows[-4:], strict=True):
                     logprobs = row.float().log_softmax(-1)
                     assert all(abs(float(logprobs[i]) - x) < 1e-5 for i, x in top.items())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_two_tensor_ranks_that_call_their_graphs_give_the_librarys_tokens(serving, library, preset):
+    """Read in odd parts, cold and from the prefix cache."""
+    page, lib = PAGES[torch.float32], library(preset)
+    prompts = lib.prompts(8, 70, page + 12, 33, 2 * page + 30, seed=5)
+    prompts[3] = prompts[2][: page + 3] + prompts[3]
+    odd = {"max_num_batched_tokens": page + 1}
+    with serving(preset, mesh=Mesh(tensor=2), **TENSOR, **odd) as llm:
+        cached = rounds(lib, llm, prompts, count=4, times=2)
+    assert cached[1:] == [[0, 0, page, page, 2 * page]]
+
+
+def test_two_stages_of_two_tensor_ranks_that_call_their_graphs_give_the_librarys_tokens(serving, library):
+    page, lib = PAGES[torch.float32], library(HARDEST)
+    with serving(HARDEST, mesh=Mesh(pipe=2, tensor=2), **TENSOR | PIPE) as llm:
+        cached = rounds(lib, llm, lib.prompts(8, 70, page + 12, seed=6), count=4, times=2)
+    assert cached[1:] == [[0, 0, page]]
 
 
 @pytest.mark.parametrize(
