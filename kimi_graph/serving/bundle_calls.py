@@ -98,7 +98,14 @@ def inputs_of(
         rope=graphs.config.rotation,
     )
     given = {name: _padded(x.cpu()[call.at], (rows, call.gear.tokens, *x.shape[1:])) for name, x in values.items()}
-    return given | {f"batch.{name}": x for name, x in tree.items(batch)}
+    return given | _no_pictures(call, graphs) | {f"batch.{name}": x for name, x in tree.items(batch)}
+
+
+def _no_pictures(call: Call, graphs: Graphs) -> dict[str, Tensor]:
+    """Inputs that say where pictures are: nowhere."""
+    inputs = graphs.bundle.graph(call.gear.phase)["inputs"]
+    named = {i["name"]: (i["shape"], getattr(torch, i["dtype"])) for i in inputs}
+    return {n: torch.zeros(shape, dtype=dtype) for n, (shape, dtype) in named.items() if n.startswith("vision.")}
 
 
 def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
