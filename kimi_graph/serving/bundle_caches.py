@@ -8,7 +8,8 @@ and whatever of it a stage has: caches of all stages have the same names and siz
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kimi_graph.config import KdaConfig, MlaConfig
 from kimi_graph.errors import BundleError
 
 from . import compat
-from .bundle_calls import Call, calls_of, inputs_of
+from .bundle_calls import Call, calls_of, inputs_of, is_picture, picture_inputs_of
 from .bundle_runners import Runner, Seat, runner_for
 from .bundles import Graphs
 from .caches import KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
@@ -146,7 +147,7 @@ class BundleSide:
         A graph gives logits of the last token of each row alone; of the others there is row 0, which is not a number.
 
         Args:
-            values: `tokens` `[N]`, and what the stage before has given.
+            values: `tokens` `[N]`, what the stage before has given, `vision.values` of `marked`.
         """
         count = len(values["tokens"])
         self.logits = torch.full((1, self.graphs.config.vocab), torch.nan)
@@ -154,7 +155,6 @@ class BundleSide:
         if (metadata := compat.step_metadata()) is None:  # a run that only measures memory
             return made
         for call, gives in self._calls(metadata, values):
-            real = torch.arange(call.at.shape[1]) < call.counts[:, None]
             if self.last:
                 logits = gives["logits"][: len(call.counts)].float()
                 last = call.at.gather(1, call.counts[:, None] - 1)[:, 0]
@@ -162,12 +162,29 @@ class BundleSide:
                 self.logits = torch.cat([self.logits, logits])
                 continue
             for name, x in made.items():
-                x[call.at[real]] = gives[name][: len(call.counts)][real]
+                x[call.at[call.real]] = gives[name][: len(call.counts)][call.real]
         return made
 
     def logits_of(self, found: Tensor) -> Tensor:
         """`[n, V]`."""
         return self.logits[found[:, 0].long().cpu()].to(found.device)
+
+    def embed(self, patches: Tensor, grid: tuple[int, int, int]) -> Tensor:
+        """Embeddings of a picture, `[tokens, D]`, made by the graph of pictures; on a later stage zeros."""
+        config = self.graphs.config
+        assert self.runner is not None and config.vision is not None
+        tokens = grid[1] * grid[2] // math.prod(config.vision.merge)
+        if self.stage > 0:  # the engine asks all of them as it measures memory
+            return torch.zeros(tokens, config.embed)
+        (made,) = self.runner.call("vision", picture_inputs_of(self.graphs, patches, grid), {}).values()
+        return made[:tokens]
+
+    def marked(self, count: int, embeddings: Sequence[Tensor], where: Tensor | None) -> Tensor:
+        """`[count, D]`: embeddings at the places of a picture's tokens; others, which graphs embed, are not numbers."""
+        made = torch.full((count, self.graphs.config.embed), torch.nan, dtype=self.graphs.settings.dtype)
+        if where is not None and len(embeddings):
+            made[where.cpu()] = torch.cat([x.flatten(0, -2) for x in embeddings]).to("cpu", made.dtype)
+        return made
 
     def _calls(self, metadata: Mapping[str, Any], values: Mapping[str, Tensor]) -> Iterator[tuple[Call, Any]]:
         """The calls of a step, and what each of them gives."""
@@ -180,8 +197,10 @@ class BundleSide:
         counts = torch.tensor(told.starts).diff()
         before, page = torch.tensor(told.lengths) - counts, self.graphs.contract["page_tokens"]
         shared = reads_new_pages(told.block_table, before, counts, page)
+        pictured = is_picture(values["vision.values"]) if "vision.values" in values else None
+        most = self.graphs.bundle.graph("prefill")["images"]
         for rows in rows_of(told.starts, told.lengths, shared=shared):
-            for call in calls_of(rows, self.graphs.gears, shared=shared):
+            for call in calls_of(rows, self.graphs.gears, shared=shared, pictured=pictured, most=most):
                 given = inputs_of(call, self.graphs, values, told.block_table, slots)
                 yield call, self.runner.call(call.gear.phase, given, states)
 

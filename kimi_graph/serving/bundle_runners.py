@@ -139,7 +139,7 @@ class Caches:
 
     def write(self, states: Mapping[str, Tensor], ran: Ran, given: Mapping[str, Tensor]) -> None:
         """What a call made of its rows' slots and pages; of others' nothing, as other states share their memory."""
-        if self.native:
+        if self.native or not states:
             return
         pages = (given["batch.slot_mapping"] // self.graphs.contract["page_tokens"]).unique()
         slots = given["batch.slots"].long().unique()

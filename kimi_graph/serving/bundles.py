@@ -9,6 +9,7 @@ states; tables and pages are the same on all of them.
 
 import dataclasses
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ class Settings:
             ("--max-model-len", self.length, "state.tokens_per_sequence", want.length),
             ("--max-num-seqs", self.sequences, "buckets.rows", want.sequences),
             ("--max-num-batched-tokens", self.tokens, "buckets.rows x tokens of prefill", want.tokens),
-            ("--limit-mm-per-prompt image", self.pictures, "pictures that the engine gives to graphs", want.pictures),
+            ("--limit-mm-per-prompt image", self.pictures, "without phase vision the most pictures", want.pictures),
         ):
             if mine > theirs:
                 raise ConfigError(f"{graphs.where}: {key} is {theirs:,}, {flag} {mine:,}; lower it to {theirs}.")
@@ -189,6 +190,11 @@ class Graphs:
         return any(isinstance(layer.mixer, KdaConfig) for layer in self.config.layers)
 
     @property
+    def patches(self) -> int:
+        """That the graph of pictures takes; 0: there is none."""
+        return max((gear.tokens for gear in self.gears.get("vision", ())), default=0)
+
+    @property
     def settings(self) -> Settings:
         """What an engine has to be told."""
         state, gears = self.contract, self.gears
@@ -202,6 +208,7 @@ class Graphs:
             tokens=rows * prefill.tokens,
             dtype=ENGINES_DTYPE[self.mode] or self.config.dtype,
             mesh=self.mesh,
+            pictures=sys.maxsize if self.patches else 0,
         )
 
     @property
@@ -211,7 +218,8 @@ class Graphs:
         words = ["--additional-config", told, "--dtype", _words(s.dtype), "--block-size", str(s.page)]
         words += ["--num-gpu-blocks-override", str(s.pages), "--max-num-seqs", str(s.sequences)]
         words += ["--max-num-batched-tokens", str(s.tokens)]
-        return words + (["--limit-mm-per-prompt", '{"image": 0}'] if self.config.vision is not None else [])
+        without = self.config.vision is not None and not self.patches
+        return words + (["--limit-mm-per-prompt", '{"image": 0}'] if without else [])
 
     def check(self) -> None:
         """Whether an engine can call it at all.

@@ -110,7 +110,8 @@ class KimiGraphForCausalLM(nn.Module):
         if self.bundle is not None:
             assert input_ids is not None, "graphs embed, so the engine gives them ids"
             before = {} if intermediate_tensors is None else intermediate_tensors.tensors
-            made = self.bundle.forward({"tokens": input_ids.long(), **before})
+            pictures = {} if inputs_embeds is None else {"vision.values": inputs_embeds}
+            made = self.bundle.forward({"tokens": input_ids.long(), **before, **pictures})
             return made["rows"].to(input_ids.device) if self.bundle.last else IntermediateTensors(made)
         if intermediate_tensors is not None:
             given: Mapping[str, Tensor] = intermediate_tensors.tensors

@@ -26,10 +26,11 @@ from kimi_graph.compile.verify_ranks import whole_result
 from kimi_graph.errors import BundleError, ConfigError
 from kimi_graph.fixture import make_fixture
 from kimi_graph.parallel import Mesh
-from kimi_graph.serving.bundle_calls import calls_of, inputs_of
+from kimi_graph.serving.bundle_calls import calls_of, inputs_of, is_picture, picture_inputs_of
 from kimi_graph.serving.bundle_runners import Seat, runner_for
 from kimi_graph.serving.bundles import Choice, Graphs, graphs_for
 from kimi_graph.serving.rows import rows_of
+from kimi_graph.vision import VisionInput
 
 PAGE, PAGES = 480, 5  # what two KDA layers need in bfloat16; slots as many as pages
 HALF = 240  # what they need where each rank has half of the heads
@@ -97,6 +98,21 @@ def test_every_token_is_in_one_call_after_those_before_it(requests, shared):
                 reached[request] += int(count)
                 seen += at[:count].tolist()
     assert sorted(seen) == list(range(starts[-1])) and reached == lengths
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=9), st.integers(1, 9), st.data()
+)
+def test_a_call_has_no_more_of_a_pictures_tokens_than_its_graph_takes(requests, most, data):
+    starts, lengths = step(requests)
+    pictured = torch.tensor(data.draw(st.lists(st.booleans(), min_size=starts[-1], max_size=starts[-1])))
+    seen = []
+    for rows in rows_of(starts, lengths):
+        for call in calls_of(rows, SMALL, pictured=pictured, most=most):
+            own = call.at[call.real].tolist()
+            seen += own
+            assert int(pictured[own].sum()) <= most or rows.step
+    assert sorted(seen) == list(range(starts[-1]))
 
 
 @given(REQUESTS)
@@ -254,6 +270,41 @@ def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint)
         assert torch.equal(x[used][at], own[name][used][at]), name
 
 
+def test_exact_calls_give_the_models_tokens_for_pictures(tmp_path):
+    """Graphs of a smaller table of embeddings than the prompt has: they come in several calls."""
+    checkpoint = make_fixture(kg.load_config("kimi-k2.5"), tmp_path / "of", layers=2).folder
+    folder = bundle_of(checkpoint, tmp_path / "bundle", 32, chunk=16, patches=24)
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    config, runner = graphs.config, runner_for(graphs, checkpoint, CPU, Seat())
+    params = kg.load_params(checkpoint, config, torch.float64)
+    assert graphs.patches == 24 and graphs.settings.pictures
+    patches, grids = torch.randn(2, 24, 3 * config.vision.patch**2), ((1, 4, 6), (1, 2, 4))
+    made, want = [], []
+    for x, grid in zip(patches, grids, strict=True):
+        image = VisionInput(patches=x[: math.prod(grid)], grid=grid, size=(0, 0), tokens=math.prod(grid) // 4)
+        (values,) = runner.call("vision", picture_inputs_of(graphs, image.patches, grid), {}).values()
+        made.append(values[: image.tokens])
+        want.append(kg.encode_image(config, params, image))
+        assert torch.allclose(made[-1], want[-1], rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match="24"):
+        picture_inputs_of(graphs, torch.zeros(32, 3 * config.vision.patch**2), (1, 4, 8))
+    ids = torch.tensor([5, *[config.vision.placeholder] * 6, 9, *[config.vision.placeholder] * 2, 7])
+    embedded = torch.full((len(ids), config.embed), torch.nan, dtype=torch.float64)
+    embedded[ids == config.vision.placeholder] = torch.cat(made)
+    (rows,) = rows_of([0, len(ids)], [len(ids)])
+    calls = calls_of(rows, graphs.gears, pictured=is_picture(embedded), most=graphs.bundle.graph("prefill")["images"])
+    assert [call.counts.tolist() for call in calls] == [[8], [3]]
+    _, states = engine_like(graphs, torch.float32)
+    values = {"tokens": ids, "vision.values": embedded}
+    for call in calls:
+        given = inputs_of(call, graphs, values, torch.tensor([[1]]), torch.tensor([0]))
+        logits = runner.call("prefill", given, states)["logits"][0]
+    state = kg.init_state(config, 1, len(ids), torch.float64)
+    expected, _ = kg.prefill(config, params, ids[None], state, last_only=True, vision=want)
+    # pictures come in float32, as the caches between calls are
+    assert float((logits - expected[0]).abs().max()) < 1e-5 * float(expected.abs().max())
+
+
 # ---- whether they fit ------------------------------------------------------------------------------------------------
 
 UNFIT = {
@@ -266,7 +317,7 @@ UNFIT = {
     "sequences": ({"sequences": 3}, "buckets.rows is 2, --max-num-seqs 3; lower it to 2"),
     "tokens": ({"tokens": 481}, "tokens of prefill is 480, --max-num-batched-tokens 481; lower it to 480"),
     "tiers": ({"connector": "OffloadingConnector"}, "--kv-transfer-config OffloadingConnector: .* leave it out"),
-    "pictures": ({"pictures": 1}, "--limit-mm-per-prompt image 1; lower it to 0"),
+    "pictures": ({"pictures": 1}, "without phase vision .* is 0, --limit-mm-per-prompt image 1; lower it to 0"),
 }
 
 

@@ -22,8 +22,9 @@ from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.bundle_runners import Seat, runner_for
 from kimi_graph.serving.bundles import Choice, Graphs
-from tests.serving.served import SETTINGS, ask, counted, engine
+from tests.serving.served import SETTINGS, ask, counted, engine, seen
 from tests.serving.test_bundles import Together, own_states, played
+from tests.serving.test_launch import picture
 from tests.serving.test_mesh import PIPE, TENSOR
 from tests.serving.test_tokens import rounds
 
@@ -33,6 +34,7 @@ PRESETS = ["kimi-linear-48b", "kimi-k3.1-pro", "deepseek-v3.2"]
 HARDEST = "kimi-k3.1-pro"
 PAGES = {torch.float32: 192, torch.bfloat16: 368}  # tokens: the least that hold all memories of either hybrid
 ROWS, CHUNK = 5, 80
+PATCHES = 256  # of a picture
 PORT = 18125
 
 
@@ -45,7 +47,7 @@ def bundle(folder, tmp_path_factory):
         out = tmp_path_factory.mktemp("bundles") / preset
         compile_model(
             kg.load_config(folder(preset)), target=target("a3"), out=out, checkpoint=folder(preset), batch=ROWS,
-            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages, mesh=mesh,
+            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages, mesh=mesh, patches=PATCHES,
             cache_dir=torchair_host.default_cache(os.environ),
         )  # fmt: skip
         return out
@@ -138,6 +140,26 @@ def test_two_stages_of_two_tensor_ranks_that_call_their_graphs_give_the_librarys
     assert cached[1:] == [[0, 0, page]]
 
 
+@pytest.mark.parametrize("mesh", [None, Mesh(tensor=2)], ids=str)
+def test_pictures_embedded_by_the_bundle_give_the_librarys_tokens_and_are_found_again(serving, library, mesh):
+    """One picture and two, then one of the same size; none of more patches than the graph takes."""
+    from PIL import Image
+
+    lib, text = library(HARDEST), "what is it? " * 20
+    page, sizes = PAGES[torch.float32], ((90, 60), (90, 60), (41, 130), (300, 300))
+    one, alike, other, large = (Image.effect_noise(size, 90).convert("RGB") for size in sizes)
+    options = {"limit_mm_per_prompt": {"image": 2}, "max_num_batched_tokens": page + 1}
+    with serving(HARDEST, mesh=mesh, **options, **(TENSOR if mesh else {})) as llm:
+        for pictures, found in (([one, other], False), ([one, other], True), ([alike, other], False), ([], False)):
+            ids, out = seen(llm, pictures, text, 4)
+            lib.see(ids, 4, [kg.encode_image(lib.config, lib.params, p) for p in pictures])
+            lib.agrees(ids, out)
+            assert out.cached == (page if found else 0)
+        with pytest.raises(ValueError, match="a picture of 484 patches: the bundle takes at most 256"):
+            seen(llm, [large], text, 1)
+        assert seen(llm, [one, other], text, 4)[1].cached == page
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -169,7 +191,7 @@ def test_logits_of_a_prompts_tokens_are_refused_and_the_next_request_is_served(s
 
 def test_serve_starts_a_server_on_a_bundle_that_answers_alike_and_refuses_what_graphs_do_not_give(bundle):
     own = {name: value for name, value in os.environ.items() if name not in SETTINGS and name != "OMP_NUM_THREADS"}
-    words = [str(bundle("kimi-linear-48b", PAGES[torch.bfloat16], 24)), "--name", "kl", "--port", str(PORT)]
+    words = [str(bundle(HARDEST, PAGES[torch.bfloat16], 24)), "--name", "k31", "--port", str(PORT)]
     command = [sys.executable, "-m", "kimi_graph", "serve", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own) as process:
         assert process.stdout is not None
@@ -180,12 +202,16 @@ def test_serve_starts_a_server_on_a_bundle_that_answers_alike_and_refuses_what_g
         rest.start()
         with openai_client() as client:
             asked = functools.partial(
-                client.completions.create, model="kl", prompt="hello", max_tokens=6, temperature=0
+                client.completions.create, model="k31", prompt="hello", max_tokens=6, temperature=0
             )
             first, again = (asked(logprobs=1, temperature=0) for _ in range(2))
             assert first.choices[0].logprobs == again.choices[0].logprobs
             with pytest.raises(Exception, match="prompt_logprobs: graphs of a bundle") as caught:
                 asked(echo=True, logprobs=1)
+            assert getattr(caught.value, "status_code", None) == 400
+            told = {"type": "image_url", "image_url": {"url": picture(300, 300, 9)}}
+            with pytest.raises(Exception, match="484 patches: the bundle takes at most 256") as caught:
+                client.chat.completions.create(model="k31", messages=[{"role": "user", "content": [told]}])
             assert getattr(caught.value, "status_code", None) == 400
             assert asked().usage.completion_tokens
         process.send_signal(signal.SIGTERM)
