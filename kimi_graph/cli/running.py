@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -190,6 +191,7 @@ def serve(
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
     from kimi_graph.serving.tiers.plan import Tiers
+    from kimi_graph.serving.warden import SHARED, remove_leftovers
 
     folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
@@ -206,6 +208,8 @@ def serve(
     print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
     if dry_run:
         return
+    for name in remove_leftovers():
+        print(f"removed {SHARED / name}: a server that was killed had left it", file=sys.stderr)
     begun = time.monotonic()
     with ending_with_signals(), launch.started(os.environ) as process:
         launch.wait_until_healthy(process)
