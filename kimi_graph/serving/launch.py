@@ -46,6 +46,18 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
 }
+OWN_NAMES = {  # flags of the engine that have another name here
+    "--model": "MODEL",
+    "--served-model-name": "--name",
+    "--host": "--host",
+    "--port": "--port",
+    "--max-model-len": "--max-len",
+    "--tensor-parallel-size": "--mesh",
+    "--pipeline-parallel-size": "--mesh",
+    "--kv-transfer-config": "--tiers",
+    "--tool-call-parser": "--tool-parser",
+    "--trust-remote-code": "--trust-remote-code",
+}
 MOST_WAIT_S = 1800  # until it is healthy
 
 
@@ -79,6 +91,7 @@ class Launch:
         tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
         trusted: whether Python in the checkpoint's folder may run.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
+        flags: more of the engine's own, as they are.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -94,6 +107,7 @@ class Launch:
     tool_parser: str | None = None
     trusted: bool = False
     graphs: "Graphs | None" = None
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -118,10 +132,24 @@ class Launch:
             raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
             raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
+        if self.flags and not self.flags[0].startswith("-"):
+            raise ConfigError(
+                f"found {self.flags[0]} behind MODEL; expected one MODEL, and flags of the engine behind --."
+            )
+        said = {word for word in self._own_command if word.startswith("--")}
+        for word in (word.partition("=")[0] for word in self.flags):
+            if word in said:
+                here = OWN_NAMES.get(word)
+                words = f"say {here}, before --" if here else "serve gives it to the engine itself; leave it out"
+                raise ConfigError(f"-- {word}: {words}.")
 
     @property
     def command(self) -> list[str]:
         """The server's command line."""
+        return [*self._own_command, *self.flags]
+
+    @property
+    def _own_command(self) -> list[str]:
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # Said, it stays: left out, vLLM 0.32's CPU platform puts its default back into the scheduler's config after
