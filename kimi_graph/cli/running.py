@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -221,7 +220,7 @@ def serve(
     if dry_run:
         return
     for name in remove_leftovers():
-        print(f"removed {SHARED / name}: a server that was killed had left it", file=sys.stderr)
+        note(f"removed {SHARED / name}, which a server that was killed had left.")
     begun = time.monotonic()
     with ending_with_signals(), launch.started(os.environ) as process:
         launch.wait_until_healthy(process)
