@@ -201,6 +201,7 @@ def serve(
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
     from kimi_graph.serving.tiers.plan import Tiers
+    from kimi_graph.serving.warden import SHARED, remove_leftovers
 
     folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
@@ -221,6 +222,8 @@ def serve(
         note(launch.note)
     if dry_run:
         return
+    for name in remove_leftovers():
+        note(f"removed {SHARED / name}, which a server that was killed had left.")
     begun = time.monotonic()
     with ending_with_signals(), launch.started(os.environ) as process:
         launch.wait_until_healthy(process)

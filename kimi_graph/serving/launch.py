@@ -26,6 +26,7 @@ from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
+from . import warden
 from .ranks import check_mesh
 from .tiers.plan import Tiers
 from .tokens import chat_note, check_tokenizer, tokenizer_flags
@@ -58,7 +59,6 @@ OWN_NAMES = {  # flags of the engine that have another name here
     "--trust-remote-code": "--trust-remote-code",
 }
 MOST_WAIT_S = 1800  # until it is healthy
-GRACE_S = 10  # from asking the server to end to ending it
 
 
 def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
@@ -199,7 +199,7 @@ class Launch:
 
     @contextlib.contextmanager
     def started(self, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-        """The server's process; it ends, with all that it started, when the context does.
+        """The server's process; it ends, with all that it started, when the context does, or this process by whatever.
 
         Raises:
             KimiGraphError: vLLM is not installed; see `check_files`.
@@ -210,10 +210,11 @@ class Launch:
         ranks = self.mesh.world
         own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
         process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
+        guard = _guarded(process)
         try:
             yield process
         finally:
-            _end(process)
+            _end(process, guard)
 
     def wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         """Ask for the server's health until it has some.
@@ -270,12 +271,19 @@ def ending_with_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and the group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _guarded(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """A process that ends the leader of a group, and the group, when its pipe is closed: by us, or with us."""
+    words = [sys.executable, "-I", warden.__file__, str(process.pid)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes]) -> None:
+    """Have a server ended by its warden; interrupted here, it goes on there."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    while guard.poll() is None:
+        process.poll()  # one that has ended is there until its parent has asked
+        time.sleep(0.02)
+    if process.poll() is None:  # the warden was killed
+        warden.end(process.pid)
+        process.wait()

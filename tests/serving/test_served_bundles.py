@@ -22,6 +22,7 @@ from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.bundle_runners import Seat, runner_for
 from kimi_graph.serving.bundles import Choice, Graphs
+from tests.serving.poisoned import Poison
 from tests.serving.served import SETTINGS, ask, counted, engine, seen
 from tests.serving.test_bundles import Together, own_states, played
 from tests.serving.test_launch import picture
@@ -99,6 +100,16 @@ def test_preempted_requests_give_the_same_tokens(serving, library):
     with serving(HARDEST, pages=9) as llm:
         rounds(lib, llm, lib.prompts(*[page - 3] * 5, seed=2), count=8, times=1)
         assert counted(llm, "vllm:num_preemptions") > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_caches_of_nan_change_no_token(serving, library, monkeypatch, preset):
+    """Rows of a graph that no sequence has are padding: what they read is NaN too, and nobody's."""
+    poison, page, lib = Poison(monkeypatch), PAGES[torch.float32], library(preset)
+    with serving(preset, pages=9) as llm:
+        rounds(lib, llm, lib.prompts(1, page, page + 1, seed=6), count=3, times=2)
+        rounds(lib, llm, lib.prompts(*[page - 3] * 7, seed=2), count=6, times=1)
+        assert poison.used > 5
 
 
 @pytest.mark.parametrize("mesh", [None, Mesh(tensor=2)], ids=str)
