@@ -336,7 +336,7 @@ def commands(name):
         for part in re.split(r"&&|[|>]", line.partition("#")[0]):
             words = shlex.split(part)
             if words[:1] == ["kimi-graph"]:
-                yield words[1:]
+                yield words[1 : words.index("--") if "--" in words else None]  # what follows is another program's
 
 
 @pytest.mark.parametrize("name", pages())
