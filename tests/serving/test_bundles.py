@@ -224,10 +224,10 @@ def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpo
 class Together:
     """All ranks of a bundle in this process, each with its seat and its caches, in lockstep."""
 
-    def __init__(self, graphs, checkpoint, dtype):
+    def __init__(self, graphs, checkpoint, dtype, caches=engine_like):
         world, self.ways = graphs.mesh.world, graphs.mesh.tensor
         self.ranks = [runner_for(graphs, checkpoint, CPU, Seat(rank)) for rank in range(world)]
-        self.states = [engine_like(graphs, dtype, rank // self.ways)[1] for rank in range(world)]
+        self.states = [caches(graphs, dtype, rank // self.ways)[1] for rank in range(world)]
 
     def call(self, phase, given, _):
         plan, crossed = self.ranks[0].plan, {}
@@ -252,6 +252,21 @@ def test_ranks_of_a_mesh_give_the_models_tokens_on_caches_that_hold_their_part(s
     prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (121, 5)]
     together = Together(graphs, checkpoint, torch.float32)
     check_librarys_own(checkpoint, prompts, *played(graphs, together, None, prompts, 3))
+
+
+def test_ranks_write_an_engines_caches_where_they_lie_in_native_mode(shared, checkpoint):
+    """To the bit what they give on states of their own."""
+
+    def plain(graphs, dtype, stage):
+        lies = engine_like(graphs, dtype, stage)[1]
+        return None, {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in lies.items()}
+
+    graphs = Graphs.open(Choice(bundle=shared), checkpoint)
+    prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
+    ran = [Together(graphs, checkpoint, torch.bfloat16, caches) for caches in (engine_like, plain)]
+    (_, found), (_, want) = (played(graphs, together, None, prompts, 2) for together in ran)
+    for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+        assert torch.equal(x, y) and bool(torch.isfinite(x).all())
 
 
 def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint):

@@ -24,7 +24,7 @@ from kimi_graph.serving.bundle_runners import Seat, runner_for
 from kimi_graph.serving.bundles import Choice, Graphs
 from tests.serving.poisoned import Poison
 from tests.serving.served import SETTINGS, ask, counted, engine, seen
-from tests.serving.test_bundles import Together, own_states, played
+from tests.serving.test_bundles import own_states, played
 from tests.serving.test_launch import picture
 from tests.serving.test_mesh import PIPE, TENSOR
 from tests.serving.test_tokens import rounds
@@ -112,18 +112,14 @@ def test_caches_of_nan_change_no_token(serving, library, monkeypatch, preset):
         assert poison.used > 5
 
 
-@pytest.mark.parametrize("mesh", [None, Mesh(tensor=2)], ids=str)
-def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle, mesh):
+def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle):
     """To the bit, but for the softmax: what `verify` says of the graphs holds of the answers. (The library in bfloat16
     is no measure: a rounding that flips a near tie of experts or keys is another text.)"""
     prompts, dtype = library(HARDEST).prompts(8, 70, 33, 90, seed=3), torch.bfloat16
-    graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24, mesh)), folder(HARDEST))
-    if mesh is None:
-        runner, states = runner_for(graphs, folder(HARDEST), torch.device("cpu"), Seat()), own_states(graphs)
-    else:
-        runner, states = Together(graphs, folder(HARDEST), dtype), None
-    tokens, logits = played(graphs, runner, states, prompts, 4)
-    with serving(HARDEST, dtype, mesh=mesh, **(TENSOR if mesh else {})) as llm:
+    graphs = Graphs.open(Choice(bundle=bundle(HARDEST, PAGES[dtype], 24)), folder(HARDEST))
+    runner = runner_for(graphs, folder(HARDEST), torch.device("cpu"), Seat())
+    tokens, logits = played(graphs, runner, own_states(graphs), prompts, 4)
+    with serving(HARDEST, dtype) as llm:
         for _ in range(2):
             for out, own, rows in zip(ask(llm, prompts, 4), tokens, logits, strict=True):
                 assert out.tokens == own
