@@ -46,11 +46,13 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Output:
-    """Tokens of one prompt. cached: tokens of the prompt that were not computed. top: best logprobs of each step."""
+    """Tokens of one prompt. cached: tokens of the prompt that were not computed. top: best logprobs of each step.
+    retracted: how often it had to begin anew, where the engine says so of a request."""
 
     tokens: list[int]
     cached: int
     top: list[dict[int, float]]
+    retracted: int = 0
 
 
 def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Output]:
