@@ -22,8 +22,7 @@ from kimi_graph.config import KdaConfig, MlaConfig
 from kimi_graph.layers import KdaState, MlaState
 
 from . import compat
-from .hf_config import row_parts
-from .views import Shapes, kda_dtypes, kda_shapes, kda_state
+from .views import Shapes, kda_dtypes, kda_shapes, kda_state, row_parts
 
 
 class KdaCache(nn.Module, MambaBase):

@@ -12,6 +12,8 @@ from transformers import PretrainedConfig
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
 from kimi_graph.read_config import parse_config
 
+from .views import row_parts
+
 MODEL_TYPE = "kimi_graph"
 ARCHITECTURES = {  # by whether the model has KDA layers, and vision
     (False, False): "KimiGraphForCausalLM",
@@ -85,8 +87,3 @@ def cached_row(c: ModelConfig) -> int:
     """Numbers that a page has room for, of each token: latent, rope channels, index key. One width for all layers."""
     rows = [row_parts(layer.mixer) for layer in c.layers if isinstance(layer.mixer, MlaConfig)]
     return max(map(sum, rows))
-
-
-def row_parts(m: MlaConfig) -> tuple[int, int, int]:
-    """Widths of latent, rope channels and index key in a token's row; the last is 0 where a layer keeps none."""
-    return m.latent, m.key_rope, 0 if m.indexer is None or m.indexer.shared else m.indexer.key

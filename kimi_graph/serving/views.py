@@ -8,8 +8,6 @@ from torch import Tensor
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
 from kimi_graph.layers import KdaState, MlaState
 
-from .hf_config import row_parts
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -34,6 +32,11 @@ def kda_state(c: KdaConfig, windows: Tensor, memory: Tensor) -> KdaState[Tensor]
     parts = windows.split([heads * channels for channels in (c.key, c.key, c.value)], 1)
     query, key, value = (x.unflatten(1, (heads, -1)) for x in parts)
     return KdaState(memory=memory, query=query, key=key, value=value)
+
+
+def row_parts(m: MlaConfig) -> tuple[int, int, int]:
+    """Widths of latent, rope channels and index key in a token's row; the last is 0 where a layer keeps none."""
+    return m.latent, m.key_rope, 0 if m.indexer is None or m.indexer.shared else m.indexer.key
 
 
 def halves(c: ModelConfig) -> tuple[int, int]:

@@ -10,7 +10,6 @@ import pytest
 import kimi_graph as kg
 from tests.serving.served import Library
 
-
 NEEDS = {
     "vllm": "needs vLLM: pip install -e '.[serve-test]' in an environment of its own, see docs/serving.md",
     "sglang": "needs SGLang 0.5.23 in an environment of its own, see docs/serving.md",

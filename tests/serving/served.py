@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kimi_graph as kg
+from kimi_graph.config import KdaConfig
 
 SETTINGS = {  # read when the engine is imported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -115,6 +116,11 @@ class Library:
     @functools.cached_property
     def config(self) -> Any:
         return kg.load_config(self.folder)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers have a memory of fixed size."""
+        return any(isinstance(layer.mixer, KdaConfig) for layer in self.config.layers)
 
     @functools.cached_property
     def params(self) -> Any:
