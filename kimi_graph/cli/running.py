@@ -11,7 +11,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import fail, judge, manner, progress_shown, show, without_collecting
+from .output import fail, judge, manner, note, progress_shown, show, without_collecting
 
 
 @command
@@ -175,6 +175,9 @@ def serve(
         str | None,
         typer.Option("--tool-parser", metavar="NAME", help="vLLM's, of the model's tool calls: kimi_k3, kimi_k2, .."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let Python in the checkpoint's folder run, for its tokenizer.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
     """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
@@ -202,8 +205,11 @@ def serve(
         mesh=Mesh.parse(mesh),
         tiers=None if tiers is None else Tiers.parse(tiers),
         tool_parser=tool_parser,
+        trusted=trust_remote_code,
     )
     print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
+    if launch.note is not None:
+        note(launch.note)
     if dry_run:
         return
     begun = time.monotonic()

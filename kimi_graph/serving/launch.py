@@ -20,12 +20,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kimi_graph.checkpoint import Checkpoint, audit
 from kimi_graph.errors import ConfigError, KimiGraphError
+from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
 from .ranks import check_mesh
 from .tiers.plan import Tiers
+from .tokens import chat_note, check_tokenizer, tokenizer_flags
 
 if TYPE_CHECKING:
     from .bundles import Graphs  # which brings torch and what executes graphs
@@ -74,6 +77,7 @@ class Launch:
         mesh: of the engine's ranks.
         tiers: below the engine's own cache.
         tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
+        trusted: whether Python in the checkpoint's folder may run.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
 
     Raises:
@@ -88,6 +92,7 @@ class Launch:
     mesh: Mesh
     tiers: Tiers | None = None
     tool_parser: str | None = None
+    trusted: bool = False
     graphs: "Graphs | None" = None
 
     def __post_init__(self) -> None:
@@ -125,6 +130,7 @@ class Launch:
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
         # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
+        words += tokenizer_flags(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
         elif self.graphs is not None:
@@ -139,6 +145,21 @@ class Launch:
         return words
 
     @property
+    def note(self) -> str | None:
+        """What a user has to know before asking the server, if there is anything."""
+        return chat_note(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
+
+    def check_files(self) -> None:
+        """Refuse a folder that the server would end of, minutes later and in other words.
+
+        Raises:
+            CheckpointError: weights or tokenizer are missing or are not the model's. Weights are not read.
+        """
+        config, checkpoint = load_config(self.folder), Checkpoint.open(self.folder)
+        audit(decoder.model_specs(config), checkpoint, config.dtype, config).check()
+        check_tokenizer(self.folder, trusted=self.trusted)
+
+    @property
     def address(self) -> str:
         """Where it answers, as a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -149,10 +170,11 @@ class Launch:
         """The server's process; it ends, with all that it started, when the context does.
 
         Raises:
-            KimiGraphError: vLLM is not installed.
+            KimiGraphError: vLLM is not installed; see `check_files`.
         """
         if importlib.util.find_spec("vllm") is None:
             raise KimiGraphError(MISSING)
+        self.check_files()
         ranks = self.mesh.world
         own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
         process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
