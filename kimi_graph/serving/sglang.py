@@ -1,13 +1,12 @@
 # pyright: reportMissingImports=false
 """The models as SGLang runs them: a step of the engine is one call of the library's schedule for each group of rows.
 
-No layer is computed here. The keys of the engine's token pool are latents, its values rope channels and index keys, its
-pool of memories is that of the KDA layers; all are views, written where they lie. One rank, text alone.
+No layer is computed here. Keys of the engine's token pool are latents, values rope channels and index keys, its other
+pool is that of KDA layers' memories: views, written where they lie. One rank, text alone.
 Axes: N tokens of a step, R requests, B rows of a group, T tokens of its longest, D embed, V vocab.
 """
 
 from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,13 +41,14 @@ class SglangConfig(EngineConfig):
 
     @classmethod
     def facts(cls, c: ModelConfig) -> dict[str, Any]:
+        """Attributes of this config."""
         return engine_facts(c) | pool_facts(c)
 
     @property
     def mamba2_cache_params(self) -> Mamba2CacheParams:
         """Windows and memory of a sequence, with the axes of `views.kda_shapes`."""
         shape = Mamba2StateShape.create(tp_world_size=1, **self.memory)
-        windows, memory = kda_dtypes(self.dtype)
+        windows, memory = self.memory_dtypes
         dtypes = Mamba2StateDType(conv=windows, temporal=memory)
         return Mamba2CacheParams(shape=shape, layers=self.linear_layer_ids, dtype=dtypes)
 
@@ -56,32 +56,32 @@ class SglangConfig(EngineConfig):
 class KimiGraph(nn.Module):
     """The text part of a model. Parameters are a tree of the library's, not of `nn.Parameter`s."""
 
-    def __init__(self, config: SglangConfig, quant_config: Any = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__()
-        check(get_server_args())
-        self.config, self.folder = config, Path(get_server_args().model_path)
-        self.place, self.params = Place(load_config(self.folder), Mesh()), None
-        config.dtype = torch.get_default_dtype()  # of --dtype; the engine makes its pools after the model
+        check(told := get_server_args())
+        self.config, self.folder, self.dtype = config, Path(told.model_path), torch.get_default_dtype()
+        self.place = Place(load_config(self.folder), Mesh())
+        self.params: Any = None
+        config.memory_dtypes = kda_dtypes(self.dtype)  # of --dtype; the engine makes its pools after the model
         self.logits_processor = LogitsProcessor(config)
         self.head = SimpleNamespace(quant_method=SimpleNamespace(apply=self._logits))  # as it asks quantised heads
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """The library reads the checkpoint's folder itself; what the engine would read is not asked for."""
-        self.params = self.place.load(self.folder, self.config.dtype)
+        self.params = self.place.load(self.folder, self.dtype)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, input_embeds: Any = None) -> Any:
-        """Logits of the tokens of which the engine wants them."""
+        """Logits of the tokens of which the engine wants them, by its LogitsProcessor. `input_ids`: `[N]`."""
         embedded = self._outside(decoder.schedule(self.place.config)[0], {"tokens": input_ids[None]})
-        x_ND = embedded if input_embeds is None else input_embeds.to(embedded.dtype)
+        x_ND = embedded if input_embeds is None else input_embeds.to(self.dtype)
         made_ND = torch.empty_like(x_ND)
         for rows in rows_of(*ends_of(forward_batch)):
             self._run(rows, forward_batch.req_pool_indices[rows.requests], x_ND, made_ND)
         return self.logits_processor(input_ids, made_ND, self.head, forward_batch)
 
     def _logits(self, _: Any, x_nD: Tensor, bias: None = None) -> Tensor:
-        use = decoder.schedule(self.place.config)[-1]
-        return self._outside(use, {use.reads[0]: x_nD[None]})
+        return self._outside(head := decoder.schedule(self.place.config)[-1], {head.reads[0]: x_nD[None]})
 
     def _outside(self, use: decoder.Use, values: dict[str, Tensor]) -> Tensor:
         """A part without state, of tokens in one row: `[n, ...]`."""
@@ -118,19 +118,22 @@ def ends_of(told: Any) -> tuple[list[int], list[int]]:
     """Where the tokens of each request begin in the step, and the lengths of the sequences after it."""
     lengths = told.seq_lens.tolist()
     counts = [1] * len(lengths) if told.forward_mode.is_decode() else told.extend_seq_lens.tolist()
-    return [0, *accumulate(counts)], lengths
+    return [0, *torch.tensor(counts).cumsum(0).tolist()], lengths
 
 
 def check(t: Any) -> None:
-    """Refuse flags of the engine that the adapter does nothing with. Raises ConfigError."""
+    """Refuse flags of the engine that the adapter does nothing with.
+
+    Raises:
+        ConfigError: with all of them.
+    """
     refused = {
         f"--device {t.device}: it has run on the CPU alone": t.device != "cpu",
         "--enable-torch-compile: a step reads lengths on the host": t.enable_torch_compile,
         "--tp-size, --pp-size, --dp-size: one rank runs here": t.tp_size * t.pp_size * t.dp_size > 1,
         f"--kv-cache-dtype {t.kv_cache_dtype}: caches have the model's dtype": t.kv_cache_dtype != "auto",
         "--speculative-algorithm, --enable-lora: no other model takes part": t.speculative_algorithm or t.enable_lora,
-        "--quantization: weights are what the checkpoint has": t.quantization,
-        "--json-model-override-args: config.json is read as it is": t.json_model_override_args != "{}",
+        "--quantization, --json-model-override-args: files count": t.quantization or t.json_model_override_args != "{}",
         "--enable-unified-memory: pools lie apart": t.enable_unified_memory or t.enable_page_major_kv_layout,
     }
     if found := [words for words, asked in refused.items() if asked]:
@@ -143,7 +146,5 @@ def register() -> None:
         SglangConfig.model_type = name  # transformers compares the two
         AutoConfig.register(name, SglangConfig, exist_ok=True)
     backend = "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase"  # computes nothing
-    with_memories = [name for (memories, _), name in ARCHITECTURES.items() if memories]
-    some = LinearAttnModelSpec(SglangConfig, backend, with_memories, config_predicate=lambda c: c.linear_layer_ids)
-    register_linear_attn_model(some)
+    register_linear_attn_model(LinearAttnModelSpec(SglangConfig, backend, config_predicate=lambda c: c.memory))
     ModelRegistry.models |= dict.fromkeys(ARCHITECTURES.values(), KimiGraph)
