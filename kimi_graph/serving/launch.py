@@ -26,6 +26,7 @@ from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
+from . import warden
 from .ranks import check_mesh
 from .tiers.plan import Tiers
 from .tokens import chat_note, check_tokenizer, tokenizer_flags
@@ -45,8 +46,19 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
 }
+OWN_NAMES = {  # flags of the engine that have another name here
+    "--model": "MODEL",
+    "--served-model-name": "--name",
+    "--host": "--host",
+    "--port": "--port",
+    "--max-model-len": "--max-len",
+    "--tensor-parallel-size": "--mesh",
+    "--pipeline-parallel-size": "--mesh",
+    "--kv-transfer-config": "--tiers",
+    "--tool-call-parser": "--tool-parser",
+    "--trust-remote-code": "--trust-remote-code",
+}
 MOST_WAIT_S = 1800  # until it is healthy
-GRACE_S = 10  # from asking the server to end to ending it
 
 
 def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
@@ -79,6 +91,7 @@ class Launch:
         tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
         trusted: whether Python in the checkpoint's folder may run.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
+        flags: more of the engine's own, as they are.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -94,6 +107,7 @@ class Launch:
     tool_parser: str | None = None
     trusted: bool = False
     graphs: "Graphs | None" = None
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -118,10 +132,24 @@ class Launch:
             raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
             raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
+        if self.flags and not self.flags[0].startswith("-"):
+            raise ConfigError(
+                f"found {self.flags[0]} behind MODEL; expected one MODEL, and flags of the engine behind --."
+            )
+        said = {word for word in self._own_command if word.startswith("--")}
+        for word in (word.partition("=")[0] for word in self.flags):
+            if word in said:
+                here = OWN_NAMES.get(word)
+                words = f"say {here}, before --" if here else "serve gives it to the engine itself; leave it out"
+                raise ConfigError(f"-- {word}: {words}.")
 
     @property
     def command(self) -> list[str]:
         """The server's command line."""
+        return [*self._own_command, *self.flags]
+
+    @property
+    def _own_command(self) -> list[str]:
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # Said, it stays: left out, vLLM 0.32's CPU platform puts its default back into the scheduler's config after
@@ -167,7 +195,7 @@ class Launch:
 
     @contextlib.contextmanager
     def started(self, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-        """The server's process; it ends, with all that it started, when the context does.
+        """The server's process; it ends, with all that it started, when the context does, or this process by whatever.
 
         Raises:
             KimiGraphError: vLLM is not installed; see `check_files`.
@@ -178,10 +206,11 @@ class Launch:
         ranks = self.mesh.world
         own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
         process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
+        guard = _guarded(process)
         try:
             yield process
         finally:
-            _end(process)
+            _end(process, guard)
 
     def wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         """Ask for the server's health until it has some.
@@ -238,12 +267,19 @@ def ending_with_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and the group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _guarded(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """A process that ends the leader of a group, and the group, when its pipe is closed: by us, or with us."""
+    words = [sys.executable, "-I", warden.__file__, str(process.pid)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes]) -> None:
+    """Have a server ended by its warden; interrupted here, it goes on there."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    while guard.poll() is None:
+        process.poll()  # one that has ended is there until its parent has asked
+        time.sleep(0.02)
+    if process.poll() is None:  # the warden was killed
+        warden.end(process.pid)
+        process.wait()
