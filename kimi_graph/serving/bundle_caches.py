@@ -27,8 +27,9 @@ from . import compat
 from .bundle_calls import Call, calls_of, inputs_of, is_picture, picture_inputs_of
 from .bundle_runners import Runner, Seat, runner_for
 from .bundles import Graphs
-from .caches import KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
+from .caches import KdaCache, MlaCache, Pages, PagesBackend
 from .rows import reads_new_pages, rows_of
+from .views import Shapes, kda_shapes
 
 
 def all_shapes(graphs: Graphs) -> Shapes:
