@@ -4,6 +4,9 @@
 0.32: run on its CPU build. 0.27.1: what vllm-ascend is made for.
 """
 
+import functools
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -57,3 +60,96 @@ def when_configured(hook: type, architectures: tuple[str, ...]) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, hook))
+
+
+# ---- tiers: 0.27 calls a block what is a chunk in 0.32 ----
+
+
+def tier_groups(config: Any) -> dict[int, Any]:
+    """Groups of layers of an offloading config, by the number in a page's key. In 0.27 that is their place."""
+    return {getattr(group, "group_id", place): group for place, group in enumerate(config.groups)}
+
+
+def chunks_of(job: Any) -> list[int]:
+    """Chunks of shared memory that a tier's job moves."""
+    return (job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids).tolist()
+
+
+def region_of(spec: Any) -> Any:
+    """The shared memory of a tiering spec, opened by one of its ranks."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    if hasattr(spec, "num_chunks"):
+        sizes = {"num_chunks": spec.num_chunks, "kv_bytes_per_chunk": spec.kv_bytes_per_chunk}
+    else:
+        sizes = {"num_blocks": spec.num_blocks, "kv_bytes_per_block": spec.kv_bytes_per_chunk}
+    rank = 0 if spec.replicated_layout else spec.config.parallel.rank
+    own = {"engine_id": spec.config.engine_id, "rank": rank, "cpu_page_size": spec.cpu_page_size_per_worker}
+    return SharedOffloadRegion(**own, **sizes)
+
+
+def part_of(region: Any, size: int) -> Tensor:
+    """Room for the pages of the rank's next tensor, `[chunks, size]`."""
+    return (region.create_next_worker_view if hasattr(region, "create_next_worker_view") else region.create_next_view)(
+        size
+    )
+
+
+@functools.cache
+def file_tier() -> Any:
+    """The engine's file tier."""
+    from vllm.v1.kv_offload.tiering.fs.manager import AsyncLookupManager, FileSystemTierManager
+
+    return (
+        FileSystemTierManager if hasattr(AsyncLookupManager, "mark_miss") else _file_tier_of_27(FileSystemTierManager)
+    )
+
+
+def _file_tier_of_27(base: Any) -> Any:
+    """0.27's, with what 0.32's has more: a seed of hashes that is the same in each process, an end to asking for pages
+    that were found and could not be read (vLLM issue 49176: there it is without end), and a count of what was read.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import OffloadingCounterMetadata
+
+    counter = "vllm:kv_offload_tiering_read_bytes"
+
+    class FileTier(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.environ.setdefault("PYTHONHASHSEED", "0")  # read when the scheduler is there
+            self._load_job_keys: dict[int, list[Any]] = {}
+            self._job_block_counts: dict[int, int] = {}
+            self._load_progress: dict[int, int] = {}
+            self._read = 0
+
+        @classmethod
+        def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+            words = "Total bytes read from secondary tiers into the primary tier, labeled by tier."
+            return {counter: OffloadingCounterMetadata(words, ("tier",))}
+
+        def get_stats(self) -> Any:
+            stats, read, self._read = OffloadingConnectorStats(), self._read, 0
+            if read:
+                stats.increase_counter(counter, read, (self.tier_type,))
+            return stats
+
+        def submit_load(self, job_metadata: Any) -> None:
+            self._load_job_keys[job_metadata.job_id] = list(job_metadata.keys)
+            super().submit_load(job_metadata)
+
+        def get_finished_jobs(self) -> Iterable[Any]:
+            done = list(super().get_finished_jobs())
+            for job in done:
+                self._job_block_counts.pop(job.job_id, None)
+                self._load_progress.pop(job.job_id, None)
+                keys = self._load_job_keys.pop(job.job_id, [])
+                if job.success:
+                    self._read += len(keys) * self._block_size
+                    continue
+                for key in keys:
+                    if key in self._lookup_manager._lookup_state:
+                        self._lookup_manager._lookup_state[key].result = False
+            return done
+
+    return FileTier

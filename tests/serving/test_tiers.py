@@ -33,13 +33,16 @@ def asked(library, llm, prompts, count=8):
     return [o.cached for o in outs]
 
 
-def restarted(folder, tiers, prompts, count=8):
-    """What a server of its own gives: tokens, and how many of each prompt were found."""
-    given = {"folder": str(folder), "tiers": Tiers.parse(tiers).engine_config(folder)}
-    words = json.dumps(given | {"prompts": prompts, "count": count})
+def restarted(library, tiers, prompts, count=8, **options):
+    """A server of its own gives the library's tokens: how many of each prompt it found, and bytes that files gave."""
+    given = {"folder": str(library.folder), "tiers": Tiers.parse(tiers).engine_config(library.folder)}
+    words = json.dumps(given | {"prompts": prompts, "count": count, "options": options})
     done = subprocess.run([sys.executable, "-m", "tests.serving.tiered", words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    made = json.loads(done.stdout.splitlines()[-1])
+    for (tokens, _), prompt in zip(made["answers"], prompts, strict=True):
+        assert tokens == library.seen[tuple(prompt)][0][:count]
+    return [cached for _, cached in made["answers"]], made["read"]
 
 
 @pytest.mark.parametrize("preset", [HARDEST, "deepseek-v3.2"])
@@ -71,9 +74,9 @@ def test_a_server_that_is_started_later_finds_its_pages_in_files(folder, library
     with tiered(folder(HARDEST), tiers) as llm:
         asked(lib, llm, prompts)
     assert not list(Path("/dev/shm").glob("vllm_offload_*"))
-    for (tokens, cached), prompt in zip(restarted(folder(HARDEST), tiers, prompts), prompts, strict=True):
-        assert cached == len(prompt) // BLOCK * BLOCK
-        assert tokens == lib.seen[tuple(prompt)][0][:8]
+    found, read = restarted(lib, tiers, prompts)
+    assert found == [len(prompt) // BLOCK * BLOCK for prompt in prompts]
+    assert read >= sum(found) // BLOCK * CHUNK
 
 
 def test_more_than_fits_into_shared_memory_comes_back_from_files(folder, library, tmp_path):
