@@ -79,10 +79,8 @@ def region_of(spec: Any) -> Any:
     """The shared memory of a tiering spec, opened by one of its ranks."""
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-    if hasattr(spec, "num_chunks"):
-        sizes = {"num_chunks": spec.num_chunks, "kv_bytes_per_chunk": spec.kv_bytes_per_chunk}
-    else:
-        sizes = {"num_blocks": spec.num_blocks, "kv_bytes_per_block": spec.kv_bytes_per_chunk}
+    names = ("num_blocks", "kv_bytes_per_block") if _old_tiers() else ("num_chunks", "kv_bytes_per_chunk")
+    sizes = dict(zip(names, (getattr(spec, names[0]), spec.kv_bytes_per_chunk), strict=True))
     rank = 0 if spec.replicated_layout else spec.config.parallel.rank
     own = {"engine_id": spec.config.engine_id, "rank": rank, "cpu_page_size": spec.cpu_page_size_per_worker}
     return SharedOffloadRegion(**own, **sizes)
@@ -90,49 +88,44 @@ def region_of(spec: Any) -> Any:
 
 def part_of(region: Any, size: int) -> Tensor:
     """Room for the pages of the rank's next tensor, `[chunks, size]`."""
-    return (region.create_next_worker_view if hasattr(region, "create_next_worker_view") else region.create_next_view)(
-        size
-    )
+    return region.create_next_view(size) if _old_tiers() else region.create_next_worker_view(size)
+
+
+def name_tier(kind: str, module: str) -> None:
+    """Have a tier found that is not the engine's own: 0.32 imports what the configuration names, 0.27 has a list."""
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if _old_tiers() and kind not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(kind, module, kind)
 
 
 @functools.cache
 def file_tier() -> Any:
     """The engine's file tier."""
-    from vllm.v1.kv_offload.tiering.fs.manager import AsyncLookupManager, FileSystemTierManager
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-    return (
-        FileSystemTierManager if hasattr(AsyncLookupManager, "mark_miss") else _file_tier_of_27(FileSystemTierManager)
-    )
+    return _file_tier_of_27(FileSystemTierManager) if _old_tiers() else FileSystemTierManager
+
+
+def _old_tiers() -> bool:
+    """Whether they are those of 0.27."""
+    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+
+    return not hasattr(AsyncLookupManager, "mark_miss")
 
 
 def _file_tier_of_27(base: Any) -> Any:
-    """0.27's, with what 0.32's has more: a seed of hashes that is the same in each process, an end to asking for pages
-    that were found and could not be read (vLLM issue 49176: there it is without end), and a count of what was read.
+    """0.27's, with what 0.32's has more: a seed of hashes that is the same in each process, and an end to asking for
+    pages that were found and could not be read (vLLM issue 49176: there it is without end).
     """
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata
-
-    counter = "vllm:kv_offload_tiering_read_bytes"
 
     class FileTier(base):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, module_path: str, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            os.environ.setdefault("PYTHONHASHSEED", "0")  # read when the scheduler is there
+            os.environ.setdefault("PYTHONHASHSEED", "0")  # read after the scheduler's tiers are made
             self._load_job_keys: dict[int, list[Any]] = {}
-            self._job_block_counts: dict[int, int] = {}
+            self._job_block_counts: dict[int, int] = {}  # these two are of counting, which it does not
             self._load_progress: dict[int, int] = {}
-            self._read = 0
-
-        @classmethod
-        def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-            words = "Total bytes read from secondary tiers into the primary tier, labeled by tier."
-            return {counter: OffloadingCounterMetadata(words, ("tier",))}
-
-        def get_stats(self) -> Any:
-            stats, read, self._read = OffloadingConnectorStats(), self._read, 0
-            if read:
-                stats.increase_counter(counter, read, (self.tier_type,))
-            return stats
 
         def submit_load(self, job_metadata: Any) -> None:
             self._load_job_keys[job_metadata.job_id] = list(job_metadata.keys)
@@ -144,12 +137,9 @@ def _file_tier_of_27(base: Any) -> Any:
                 self._job_block_counts.pop(job.job_id, None)
                 self._load_progress.pop(job.job_id, None)
                 keys = self._load_job_keys.pop(job.job_id, [])
-                if job.success:
-                    self._read += len(keys) * self._block_size
-                    continue
-                for key in keys:
-                    if key in self._lookup_manager._lookup_state:
-                        self._lookup_manager._lookup_state[key].result = False
+                for state in map(self._lookup_manager._lookup_state.get, () if job.success else keys):
+                    if state is not None:
+                        state.result = False
             return done
 
     return FileTier

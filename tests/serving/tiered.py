@@ -4,14 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-from tests.serving.served import ask, counted, engine
+from tests.serving.served import ask, engine, reads
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with engine(Path(given["folder"]), kv_transfer_config=given["tiers"], **given["options"]) as llm:
+    with reads() as read, engine(Path(given["folder"]), kv_transfer_config=given["tiers"], **given["options"]) as llm:
         outs = ask(llm, given["prompts"], given["count"])
-        read = counted(llm, "vllm:kv_offload_tiering_read_bytes")
     print(json.dumps({"answers": [[o.tokens, o.cached] for o in outs], "read": read}))
 
 

@@ -20,6 +20,8 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kimi_graph.serving import compat
 
+compat.name_tier("Files", f"{__package__}.files")
+
 
 class HostCopies(OffloadingWorker):
     """Copies in a thread of their own, in the order of jobs, while the engine computes."""
