@@ -86,7 +86,7 @@ FLOORS = [
     ("parallel", r"kimi_graph\.parallel"),
     ("ops", r"kimi_graph\.ops"),
     ("layers", r"kimi_graph\.layers"),
-    ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|vision)"),
+    ("models", r"kimi_graph\.(models|read_config|families|config_keys|init|tokenizer|released_tokenizer|vision)"),
     ("files", r"kimi_graph\.(headers|finite|naming|audit|streamed|checkpoint|fixture|sampling)"),
     ("compile", r"kimi_graph\.compile"),
     ("commands", r"kimi_graph\.(check|doctor|shard)"),

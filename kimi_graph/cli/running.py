@@ -11,7 +11,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import fail, judge, manner, progress_shown, show, without_collecting
+from .output import fail, judge, manner, note, progress_shown, show, without_collecting
 
 
 @command
@@ -150,6 +150,10 @@ def bringup(
 @command
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a bundle.")],
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- FLAGS", help="More flags of the engine, as they are: -- --max-num-seqs 64."),
+    ] = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Of a bundle: its weights. Default: the checkpoint it was compiled from."),
@@ -175,6 +179,9 @@ def serve(
         str | None,
         typer.Option("--tool-parser", metavar="NAME", help="vLLM's, of the model's tool calls: kimi_k3, kimi_k2, .."),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Let Python in the checkpoint's folder run, for its tokenizer.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the server's command and do nothing.")] = False,
 ) -> None:
     """Serve a checkpoint, or a bundle's graphs, on vLLM. Prints and starts the engine's own OpenAI server with the
@@ -186,10 +193,12 @@ def serve(
     kimi-graph serve build/k31 --mesh pp=2 --dry-run
     kimi-graph serve build/k31 --tiers host=4GB,file=build/pages:100GB
     kimi-graph serve build/k31-a3 --checkpoint build/k31
+    kimi-graph serve build/k31 --dry-run -- --max-num-seqs 64
     """
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
     from kimi_graph.serving.tiers.plan import Tiers
+    from kimi_graph.serving.warden import SHARED, remove_leftovers
 
     folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
@@ -202,10 +211,16 @@ def serve(
         mesh=Mesh.parse(mesh),
         tiers=None if tiers is None else Tiers.parse(tiers),
         tool_parser=tool_parser,
+        trusted=trust_remote_code,
+        flags=tuple(flags or ()),
     )
     print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
+    if launch.note is not None:
+        note(launch.note)
     if dry_run:
         return
+    for name in remove_leftovers():
+        note(f"removed {SHARED / name}, which a server that was killed had left.")
     begun = time.monotonic()
     with ending_with_signals(), launch.started(os.environ) as process:
         launch.wait_until_healthy(process)

@@ -62,6 +62,16 @@ def when_configured(hook: type, architectures: tuple[str, ...]) -> None:
     MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, hook))
 
 
+def tokenizer_mode(mode: str, made_by: type) -> None:
+    """Make a class that of a `--tokenizer-mode`, whose chats are written by the template that it has."""
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
+
+    if mode not in TokenizerRegistry.tokenizers:  # registering twice is a warning
+        TokenizerRegistry.register(mode, made_by.__module__, made_by.__name__)
+        RENDERER_REGISTRY.register(mode, "vllm.renderers.hf", "HfRenderer")
+
+
 # ---- tiers: 0.27 calls a block what is a chunk in 0.32 ----
 
 

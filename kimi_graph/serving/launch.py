@@ -20,12 +20,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from kimi_graph.checkpoint import Checkpoint, audit
 from kimi_graph.errors import ConfigError, KimiGraphError
+from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
 from kimi_graph.read_config import load_config
 
+from . import warden
 from .ranks import check_mesh
 from .tiers.plan import Tiers
+from .tokens import chat_note, check_tokenizer, tokenizer_flags
 
 if TYPE_CHECKING:
     from .bundles import Graphs  # which brings torch and what executes graphs
@@ -42,8 +46,19 @@ DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
 }
+OWN_NAMES = {  # flags of the engine that have another name here
+    "--model": "MODEL",
+    "--served-model-name": "--name",
+    "--host": "--host",
+    "--port": "--port",
+    "--max-model-len": "--max-len",
+    "--tensor-parallel-size": "--mesh",
+    "--pipeline-parallel-size": "--mesh",
+    "--kv-transfer-config": "--tiers",
+    "--tool-call-parser": "--tool-parser",
+    "--trust-remote-code": "--trust-remote-code",
+}
 MOST_WAIT_S = 1800  # until it is healthy
-GRACE_S = 10  # from asking the server to end to ending it
 
 
 def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs | None]":
@@ -74,7 +89,9 @@ class Launch:
         mesh: of the engine's ranks.
         tiers: below the engine's own cache.
         tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
+        trusted: whether Python in the checkpoint's folder may run.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
+        flags: more of the engine's own, as they are.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -88,7 +105,9 @@ class Launch:
     mesh: Mesh
     tiers: Tiers | None = None
     tool_parser: str | None = None
+    trusted: bool = False
     graphs: "Graphs | None" = None
+    flags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.folder / "manifest.json").is_file():
@@ -113,10 +132,24 @@ class Launch:
             raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:
             raise ConfigError(f"--tiers low={self.tiers.low}: with one pipeline stage alone; leave one of them out.")
+        if self.flags and not self.flags[0].startswith("-"):
+            raise ConfigError(
+                f"found {self.flags[0]} behind MODEL; expected one MODEL, and flags of the engine behind --."
+            )
+        said = {word for word in self._own_command if word.startswith("--")}
+        for word in (word.partition("=")[0] for word in self.flags):
+            if word in said:
+                here = OWN_NAMES.get(word)
+                words = f"say {here}, before --" if here else "serve gives it to the engine itself; leave it out"
+                raise ConfigError(f"-- {word}: {words}.")
 
     @property
     def command(self) -> list[str]:
         """The server's command line."""
+        return [*self._own_command, *self.flags]
+
+    @property
+    def _own_command(self) -> list[str]:
         words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # Said, it stays: left out, vLLM 0.32's CPU platform puts its default back into the scheduler's config after
@@ -125,6 +158,7 @@ class Launch:
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
         # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
+        words += tokenizer_flags(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
         if self.max_len is not None:
             words += ["--max-model-len", str(self.max_len)]
         elif self.graphs is not None:
@@ -139,6 +173,21 @@ class Launch:
         return words
 
     @property
+    def note(self) -> str | None:
+        """What a user has to know before asking the server, if there is anything."""
+        return chat_note(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
+
+    def check_files(self) -> None:
+        """Refuse a folder that the server would end of, minutes later and in other words.
+
+        Raises:
+            CheckpointError: weights or tokenizer are missing or are not the model's. Weights are not read.
+        """
+        config, checkpoint = load_config(self.folder), Checkpoint.open(self.folder)
+        audit(decoder.model_specs(config), checkpoint, config.dtype, config).check()
+        check_tokenizer(self.folder, trusted=self.trusted)
+
+    @property
     def address(self) -> str:
         """Where it answers, as a URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -146,20 +195,22 @@ class Launch:
 
     @contextlib.contextmanager
     def started(self, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-        """The server's process; it ends, with all that it started, when the context does.
+        """The server's process; it ends, with all that it started, when the context does, or this process by whatever.
 
         Raises:
-            KimiGraphError: vLLM is not installed.
+            KimiGraphError: vLLM is not installed; see `check_files`.
         """
         if importlib.util.find_spec("vllm") is None:
             raise KimiGraphError(MISSING)
+        self.check_files()
         ranks = self.mesh.world
         own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
         process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
+        guard = _guarded(process)
         try:
             yield process
         finally:
-            _end(process)
+            _end(process, guard)
 
     def wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         """Ask for the server's health until it has some.
@@ -216,12 +267,19 @@ def ending_with_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group, and the group."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _guarded(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+    """A process that ends the leader of a group, and the group, when its pipe is closed: by us, or with us."""
+    words = [sys.executable, "-I", warden.__file__, str(process.pid)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _end(process: subprocess.Popen[bytes], guard: subprocess.Popen[bytes]) -> None:
+    """Have a server ended by its warden; interrupted here, it goes on there."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    while guard.poll() is None:
+        process.poll()  # one that has ended is there until its parent has asked
+        time.sleep(0.02)
+    if process.poll() is None:  # the warden was killed
+        warden.end(process.pid)
+        process.wait()

@@ -16,11 +16,13 @@ def register() -> None:
 
     from . import compat, media  # noqa: F401 (registers a loader of pictures)
     from .hf_config import ARCHITECTURES, MODEL_TYPE, EngineConfig
+    from .tokens import MODE, ReleasedTokenizer
 
     compat.model_types(EngineConfig, (*FAMILIES, MODEL_TYPE))
     for (_, vision), name in ARCHITECTURES.items():
         module = "pictures" if vision else "engine"
         ModelRegistry.register_model(name, f"{__package__}.{module}:{name}")
+    compat.tokenizer_mode(MODE, ReleasedTokenizer)
     compat.when_configured(BundleHook, tuple(ARCHITECTURES.values()))
 
 

@@ -62,6 +62,18 @@ def test_what_cannot_be_is_refused_with_the_nearest_that_can(tiny, changes, word
         launch(tiny, **changes)
 
 
+def test_other_flags_of_the_engine_are_handed_on_but_not_those_that_are_given_already(tiny):
+    done = cli("serve", tiny, "--max-len", 512, "--dry-run", "--", "--max-num-seqs", 64, "--seed=3")
+    assert done.stdout.split()[-3:] == ["--max-num-seqs", "64", "--seed=3"], done.stderr
+    for flags, words in {
+        ("another",): "found another behind MODEL",
+        ("--max-model-len=9",): "-- --max-model-len: say --max-len, before --",
+        ("--seed", "3", "--block-size", "64"): "-- --block-size: serve gives it to the engine itself",
+    }.items():
+        with pytest.raises(KimiGraphError, match=words):
+            launch(tiny, flags=flags)
+
+
 @pytest.mark.parametrize(
     "cores, ranks, words", [(range(4), 2, "0,1|2,3"), (range(2), 2, "0|1"), (range(2), 4, "0|1|0|1"), ([3], 1, "3")]
 )

@@ -20,6 +20,7 @@ from kimi_graph.compile.driver import compile_model
 from kimi_graph.compile.targets import target
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.serving.bundles import Choice, Graphs, runner_for
+from tests.serving.poisoned import Poison
 from tests.serving.served import SETTINGS, ask, counted, engine
 from tests.serving.test_bundles import own_states, played
 from tests.serving.test_tokens import rounds
@@ -93,6 +94,16 @@ def test_preempted_requests_give_the_same_tokens(serving, library):
     with serving(HARDEST, pages=9) as llm:
         rounds(lib, llm, lib.prompts(*[page - 3] * 5, seed=2), count=8, times=1)
         assert counted(llm, "vllm:num_preemptions") > 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_caches_of_nan_change_no_token(serving, library, monkeypatch, preset):
+    """Rows of a graph that no sequence has are padding: what they read is NaN too, and nobody's."""
+    poison, page, lib = Poison(monkeypatch), PAGES[torch.float32], library(preset)
+    with serving(preset, pages=9) as llm:
+        rounds(lib, llm, lib.prompts(1, page, page + 1, seed=6), count=3, times=2)
+        rounds(lib, llm, lib.prompts(*[page - 3] * 7, seed=2), count=6, times=1)
+        assert poison.used > 5
 
 
 def test_native_answers_are_those_of_the_graphs_alone(serving, library, folder, bundle):
