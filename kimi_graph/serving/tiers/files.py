@@ -43,6 +43,7 @@ class Files(compat.file_tier()):
         self.jobs: dict[int, list[str]] = {}
 
     def submit_store(self, job_metadata: Any) -> None:
+        """Write the pages of a job in a thread of its own."""
         self._note(job_metadata)
         if not self.layouts:
             return super().submit_store(job_metadata)
@@ -51,6 +52,7 @@ class Files(compat.file_tier()):
         self._pool.enqueue_store(job_metadata.job_id, 1, [task])
 
     def submit_load(self, job_metadata: Any) -> None:
+        """Read the pages of a job in a thread of its own."""
         self._note(job_metadata)
         if not self.layouts:
             return super().submit_load(job_metadata)
@@ -61,12 +63,14 @@ class Files(compat.file_tier()):
         self._pool.enqueue_load(job_metadata.job_id, 1, [task])
 
     def get_finished_jobs(self) -> Iterable[Any]:
+        """The jobs that have ended since it was asked before."""
         done = list(super().get_finished_jobs())
         for job in done:
             self._used(self.jobs.pop(job.job_id, []))
         return done
 
     def shutdown(self) -> None:
+        """Write what is still to be written, and end."""
         self.drain_jobs()
         super().shutdown()
 

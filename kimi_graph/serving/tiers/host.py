@@ -106,7 +106,7 @@ class HostTiers(TieringOffloadingSpec):
     def _fit(self, size: int) -> None:
         """Sizes of the memory anew, for pages of so many bytes of a rank."""
         if size != self.config.worker_kv_bytes_per_block:
-            self.__init__(dataclasses.replace(self.config, worker_kv_bytes_per_block=size))
+            super().__init__(dataclasses.replace(self.config, worker_kv_bytes_per_block=size))
 
     def get_manager(self) -> OffloadingManager:
         """In the scheduler, which is made when the ranks have their caches."""
