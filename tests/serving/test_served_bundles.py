@@ -45,10 +45,11 @@ def bundle(folder, tmp_path_factory):
 
     @functools.cache
     def made(preset, page, pages, mesh=None):
-        out = tmp_path_factory.mktemp("bundles") / preset
+        out, config = tmp_path_factory.mktemp("bundles") / preset, kg.load_config(folder(preset))
         compile_model(
-            kg.load_config(folder(preset)), target=target("a3"), out=out, checkpoint=folder(preset), batch=ROWS,
-            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages, mesh=mesh, patches=PATCHES,
+            config, target=target("a3"), out=out, checkpoint=folder(preset), batch=ROWS,
+            chunk=CHUNK, max_len=4 * page, page=page, pages=pages, slots=pages, mesh=mesh,
+            patches=None if config.vision is None else PATCHES,
             cache_dir=torchair_host.default_cache(os.environ),
         )  # fmt: skip
         return out
