@@ -24,8 +24,9 @@ from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
 from kimi_graph.errors import ConfigError
 from kimi_graph.layers import MlaState
 
-from .caches import MlaCache, PagesBackend, kda_shapes
-from .hf_config import is_hybrid, row_parts
+from .caches import MlaCache, PagesBackend
+from .hf_config import is_hybrid
+from .views import halves, kda_shapes, mla_state
 
 PAGE = 128  # tokens of a page in its attention's block tables, whatever a block of the engine has
 
@@ -40,12 +41,6 @@ def page(block: int) -> int:
     return PAGE if here() else block
 
 
-def parts(c: ModelConfig) -> tuple[int, int]:
-    """Numbers of a token that are keys, and values: latent; rope channels and index key. The same for all layers."""
-    rows = [row_parts(layer.mixer) for layer in c.layers if isinstance(layer.mixer, MlaConfig)]
-    return max(latent for latent, _, _ in rows), max(rope + index for _, rope, index in rows)
-
-
 def fit(vllm_config: VllmConfig, c: ModelConfig) -> int:
     """The width of keys and of values beside KDA layers. The engine is told too: vllm-ascend takes blocks of as many
     tokens as fill a memory's bytes, and asks for the memory before it asks for the width.
@@ -55,12 +50,12 @@ def fit(vllm_config: VllmConfig, c: ModelConfig) -> int:
     """
     kda = next(layer.mixer for layer in c.layers if isinstance(layer.mixer, KdaConfig))
     model, ways = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    width = width_of(kda, ways, max(parts(c)), model.dtype)
+    width = width_of(kda, ways, max(halves(c)), model.dtype)
     if width is None:
-        legal = [w for w in range(1, ways) if not kda.heads % w and width_of(kda, w, max(parts(c)), model.dtype)]
+        legal = [w for w in range(1, ways) if not kda.heads % w and width_of(kda, w, max(halves(c)), model.dtype)]
         raise ConfigError(
             f"--tensor-parallel-size {ways}: {kda.heads // ways} heads' memory is not whole pages of {PAGE} keys of "
-            f"{max(parts(c))} numbers or more, as vllm-ascend needs; nearest {max(legal, default='none')}."
+            f"{max(halves(c))} numbers or more, as vllm-ascend needs; nearest {max(legal, default='none')}."
         )
     model.model_arch_config.head_size = width
     return width
@@ -78,8 +73,9 @@ class Halves(MlaCache):
 
     def __init__(self, vllm_config: VllmConfig, name: str, m: MlaConfig, c: ModelConfig) -> None:
         hybrid = is_hybrid(c)
-        self.widths = (fit(vllm_config, c),) * 2 if hybrid else parts(c)
+        self.widths = (fit(vllm_config, c),) * 2 if hybrid else halves(c)
         super().__init__(vllm_config, name, m, sum(self.widths))
+        self.m = m
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         """Of pages of 128 tokens."""
@@ -93,9 +89,7 @@ class Halves(MlaCache):
     def state(self) -> MlaState[Tensor]:
         """Views of both tensors, `[pages, 128, width of each]`."""
         keys, values = (half.squeeze(2) for half in self.kv_cache)
-        latent, rope, index = self.parts
-        at_index = values[..., rope : rope + index] if index else None
-        return MlaState(latent=keys[..., :latent], rope=values[..., :rope], index=at_index)
+        return mla_state(self.m, keys, values)
 
 
 class HalvesBackend(PagesBackend):

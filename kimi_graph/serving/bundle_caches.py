@@ -23,8 +23,9 @@ from kimi_graph.errors import BundleError
 
 from . import compat
 from .bundles import Graphs, Runner, calls_of, inputs_of, row_parts, runner_for
-from .caches import KdaCache, MlaCache, Pages, PagesBackend, Shapes, kda_shapes
+from .caches import KdaCache, MlaCache, Pages, PagesBackend
 from .rows import reads_new_pages, rows_of
+from .views import Shapes, kda_shapes
 
 
 def all_shapes(config: ModelConfig) -> Shapes:

@@ -22,24 +22,7 @@ from kimi_graph.config import KdaConfig, MlaConfig
 from kimi_graph.layers import KdaState, MlaState
 
 from . import compat
-from .hf_config import row_parts
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-def kda_shapes(c: KdaConfig, ways: int) -> Shapes:
-    """Shapes of one sequence's windows and memory, on a rank that has 1/ways of the heads.
-
-    The windows of queries, keys and values are one state, before the memory: vllm-ascend lays out blocks of two states,
-    the smaller one first.
-    """
-    heads = c.heads // ways
-    return (heads * (2 * c.key + c.value), c.conv_width - 1), (heads, c.value, c.key)
-
-
-def kda_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """Of the windows, and of the memory."""
-    return (dtype, torch.float32)
+from .views import Shapes, kda_dtypes, kda_shapes, kda_state, row_parts
 
 
 class KdaCache(nn.Module, MambaBase):
@@ -50,7 +33,7 @@ class KdaCache(nn.Module, MambaBase):
     def __init__(self, vllm_config: VllmConfig, name: str, c: KdaConfig, ways: int) -> None:
         super().__init__()
         self.name, self.shapes, self.dtypes = name, kda_shapes(c, ways), kda_dtypes(vllm_config.model_config.dtype)
-        self.channels = c.key, c.key, c.value
+        self.c = c
         self.kv_cache: Any = ()
         vllm_config.compilation_config.static_forward_context[name] = self
 
@@ -64,11 +47,8 @@ class KdaCache(nn.Module, MambaBase):
         return self.state_in(*self.kv_cache)
 
     def state_in(self, windows: Tensor, memory: Tensor) -> KdaState[Tensor]:
-        """Views of windows `[blocks, channels, W - 1]` and a memory `[blocks, H, V, K]`."""
-        heads = memory.shape[1]
-        parts = windows.split([heads * channels for channels in self.channels], 1)
-        query, key, value = (x.unflatten(1, (heads, -1)) for x in parts)
-        return KdaState(memory=memory, query=query, key=key, value=value)
+        """See `views.kda_state`."""
+        return kda_state(self.c, windows, memory)
 
 
 class MlaCache(nn.Module, AttentionLayerBase):

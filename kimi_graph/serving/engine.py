@@ -34,11 +34,12 @@ from . import ascend, compat
 from .balance import Balance, with_asked
 from .bundle_caches import BundleSide, all_shapes
 from .bundle_settings import graphs_of
-from .caches import KdaCache, MlaCache, Pages, kda_dtypes, kda_shapes
+from .caches import KdaCache, MlaCache, Pages
 from .hf_config import cached_row
 from .ranks import Place, check_mesh
 from .rows import Rows, reads_new_pages, rows_of
 from .tiers.layers import Transfers
+from .views import kda_dtypes, kda_shapes
 
 
 @functools.lru_cache(maxsize=4)

@@ -12,6 +12,8 @@ from transformers import PretrainedConfig
 from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
 from kimi_graph.read_config import parse_config
 
+from .views import row_parts
+
 MODEL_TYPE = "kimi_graph"
 ARCHITECTURES = {  # by whether the model has KDA layers, and vision
     (False, False): "KimiGraphForCausalLM",
@@ -36,13 +38,16 @@ class EngineConfig(PretrainedConfig):
         unused = kwargs.pop("return_unused_kwargs", False)
         own = config_dict.get("model_type") == MODEL_TYPE  # one that was made here before
         facts = (
-            config_dict
-            if own
-            else engine_facts(parse_config(_released(config_dict), origin="config.json", name="model"))
+            config_dict if own else cls.facts(parse_config(_released(config_dict), origin="config.json", name="model"))
         )
         made = cls(**{**facts, **{k: v for k, v in kwargs.items() if k in ("name_or_path",)}})
         made.__dict__["model_type"] = MODEL_TYPE  # the class has that of the file which was registered last
         return (made, kwargs) if unused else made
+
+    @classmethod
+    def facts(cls, c: ModelConfig) -> dict[str, Any]:
+        """Attributes of this config."""
+        return engine_facts(c)
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "model_type": MODEL_TYPE}
@@ -54,7 +59,7 @@ def _released(config_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_facts(c: ModelConfig) -> dict[str, Any]:
-    """Attributes of the engine's config."""
+    """Attributes of vLLM's config; SGLang's are made of them."""
     return {
         "architectures": [ARCHITECTURES[is_hybrid(c), c.vision is not None]],
         "vocab_size": c.vocab,
@@ -82,8 +87,3 @@ def cached_row(c: ModelConfig) -> int:
     """Numbers that a page has room for, of each token: latent, rope channels, index key. One width for all layers."""
     rows = [row_parts(layer.mixer) for layer in c.layers if isinstance(layer.mixer, MlaConfig)]
     return max(map(sum, rows))
-
-
-def row_parts(m: MlaConfig) -> tuple[int, int, int]:
-    """Widths of latent, rope channels and index key in a token's row; the last is 0 where a layer keeps none."""
-    return m.latent, m.key_rope, 0 if m.indexer is None or m.indexer.shared else m.indexer.key

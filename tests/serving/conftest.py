@@ -10,16 +10,23 @@ import pytest
 import kimi_graph as kg
 from tests.serving.served import Library
 
+NEEDS = {
+    "vllm": "needs vLLM: pip install -e '.[serve-test]' in an environment of its own, see docs/serving.md",
+    "sglang": "needs SGLang 0.5.23 in an environment of its own, see docs/serving.md",
+}
+
 
 @pytest.fixture(autouse=True)
 def _needs_the_engine(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("serving") is None or importlib.util.find_spec("vllm"):
+    """`pytest.mark.serving` is of vLLM, `serving("sglang")` of SGLang. Who asks for these tests has one of the two."""
+    marker = request.node.get_closest_marker("serving")
+    if marker is None or importlib.util.find_spec(engine := (*marker.args, "vllm")[0]):
         return
-    words = "needs vLLM: pip install -e '.[serve-test]' in an environment of its own, see docs/serving.md"
     wanted = request.config.option.markexpr
-    if "serving" in wanted and "not serving" not in wanted:
-        pytest.fail(words)
-    pytest.skip(words)
+    asked = "serving" in wanted and "not serving" not in wanted
+    if asked and not any(map(importlib.util.find_spec, NEEDS)):
+        pytest.fail(NEEDS["vllm"])
+    pytest.skip(NEEDS[engine])
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import kimi_graph as kg
+from kimi_graph.config import KdaConfig
 
 SETTINGS = {  # read when the engine is imported
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -46,11 +47,13 @@ def engine(model: Path, **options: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Output:
-    """Tokens of one prompt. cached: tokens of the prompt that were not computed. top: best logprobs of each step."""
+    """Tokens of one prompt. cached: tokens of the prompt that were not computed. top: best logprobs of each step.
+    retracted: how often it had to begin anew, where the engine says so of a request."""
 
     tokens: list[int]
     cached: int
     top: list[dict[int, float]]
+    retracted: int = 0
 
 
 def ask(llm: Any, prompts: Sequence[Sequence[int]], count: int = 8) -> list[Output]:
@@ -113,6 +116,11 @@ class Library:
     @functools.cached_property
     def config(self) -> Any:
         return kg.load_config(self.folder)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers have a memory of fixed size."""
+        return any(isinstance(layer.mixer, KdaConfig) for layer in self.config.layers)
 
     @functools.cached_property
     def params(self) -> Any:

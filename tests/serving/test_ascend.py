@@ -54,12 +54,12 @@ def bytes_of(x: Tensor) -> range:
 def test_no_block_reaches_into_the_bytes_of_another(preset, ways):
     """Of released sizes: a block is a layer's with a memory or one's with pages, and others keep what they hold."""
     from kimi_graph.serving import ascend
-    from kimi_graph.serving.caches import kda_dtypes, kda_shapes
+    from kimi_graph.serving.views import halves, kda_dtypes, kda_shapes
     from tests.serving import ascend_runner
 
     c = kg.load_config(preset)
     kda = next(layer.mixer for layer in c.layers if isinstance(layer.mixer, KdaConfig))
-    width = ascend.width_of(kda, ways, max(ascend.parts(c)), torch.bfloat16)
+    width = ascend.width_of(kda, ways, max(halves(c)), torch.bfloat16)
     assert width is not None
     shapes, dtypes = kda_shapes(kda, ways), kda_dtypes(torch.bfloat16)
     windows, memory = (torch.Size(s).numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True))
