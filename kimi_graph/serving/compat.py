@@ -4,6 +4,9 @@
 0.32: run on its CPU build. 0.27.1: what vllm-ascend is made for.
 """
 
+import functools
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -67,3 +70,86 @@ def tokenizer_mode(mode: str, made_by: type) -> None:
     if mode not in TokenizerRegistry.tokenizers:  # registering twice is a warning
         TokenizerRegistry.register(mode, made_by.__module__, made_by.__name__)
         RENDERER_REGISTRY.register(mode, "vllm.renderers.hf", "HfRenderer")
+
+
+# ---- tiers: 0.27 calls a block what is a chunk in 0.32 ----
+
+
+def tier_groups(config: Any) -> dict[int, Any]:
+    """Groups of layers of an offloading config, by the number in a page's key. In 0.27 that is their place."""
+    return {getattr(group, "group_id", place): group for place, group in enumerate(config.groups)}
+
+
+def chunks_of(job: Any) -> list[int]:
+    """Chunks of shared memory that a tier's job moves."""
+    return (job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids).tolist()
+
+
+def region_of(spec: Any) -> Any:
+    """The shared memory of a tiering spec, opened by one of its ranks."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    names = ("num_blocks", "kv_bytes_per_block") if _old_tiers() else ("num_chunks", "kv_bytes_per_chunk")
+    sizes = dict(zip(names, (getattr(spec, names[0]), spec.kv_bytes_per_chunk), strict=True))
+    rank = 0 if spec.replicated_layout else spec.config.parallel.rank
+    own = {"engine_id": spec.config.engine_id, "rank": rank, "cpu_page_size": spec.cpu_page_size_per_worker}
+    return SharedOffloadRegion(**own, **sizes)
+
+
+def part_of(region: Any, size: int) -> Tensor:
+    """Room for the pages of the rank's next tensor, `[chunks, size]`."""
+    return region.create_next_view(size) if _old_tiers() else region.create_next_worker_view(size)
+
+
+def name_tier(kind: str, module: str) -> None:
+    """Have a tier found that is not the engine's own: 0.32 imports what the configuration names, 0.27 has a list."""
+    from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+    if _old_tiers() and kind not in SecondaryTierFactory._registry:
+        SecondaryTierFactory.register_tier(kind, module, kind)
+
+
+@functools.cache
+def file_tier() -> Any:
+    """The engine's file tier."""
+    from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
+
+    return _file_tier_of_27(FileSystemTierManager) if _old_tiers() else FileSystemTierManager
+
+
+def _old_tiers() -> bool:
+    """Whether they are those of 0.27."""
+    from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
+
+    return not hasattr(AsyncLookupManager, "mark_miss")
+
+
+def _file_tier_of_27(base: Any) -> Any:
+    """0.27's, with what 0.32's has more: a seed of hashes that is the same in each process, and an end to asking for
+    pages that were found and could not be read (vLLM issue 49176: there it is without end).
+    """
+
+    class FileTier(base):
+        def __init__(self, *args: Any, module_path: str, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            os.environ.setdefault("PYTHONHASHSEED", "0")  # read after the scheduler's tiers are made
+            self._load_job_keys: dict[int, list[Any]] = {}
+            self._job_block_counts: dict[int, int] = {}  # these two are of counting, which it does not
+            self._load_progress: dict[int, int] = {}
+
+        def submit_load(self, job_metadata: Any) -> None:
+            self._load_job_keys[job_metadata.job_id] = list(job_metadata.keys)
+            super().submit_load(job_metadata)
+
+        def get_finished_jobs(self) -> Iterable[Any]:
+            done = list(super().get_finished_jobs())
+            for job in done:
+                self._job_block_counts.pop(job.job_id, None)
+                self._load_progress.pop(job.job_id, None)
+                keys = self._load_job_keys.pop(job.job_id, [])
+                for state in map(self._lookup_manager._lookup_state.get, () if job.success else keys):
+                    if state is not None:
+                        state.result = False
+            return done
+
+    return FileTier

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -104,6 +105,30 @@ def tables_in_use(model: Any) -> list[Any]:
 def counted(llm: Any, name: str) -> float:
     """A counter of the engine's metrics."""
     return sum(m.value for m in llm.get_metrics() if m.name == name)
+
+
+@contextlib.contextmanager
+def reads() -> Iterator[list[str]]:
+    """Files of the pages that were read and arrived, in engines whose scheduler is in this process. vLLM 0.32 has a
+    counter of their bytes, 0.27 has none."""
+    from kimi_graph.serving.tiers.files import Files
+
+    asked: dict[int, list[str]] = {}
+    arrived: list[str] = []
+    begin, end = Files.submit_load, Files.get_finished_jobs
+
+    def submit_load(tier: Any, job: Any) -> None:
+        asked[job.job_id] = [tier.file_mapper.get_file_name(key) for key in job.keys]
+        begin(tier, job)
+
+    def get_finished_jobs(tier: Any) -> list[Any]:
+        done = list(end(tier))
+        for job in done:
+            arrived.extend(asked.pop(job.job_id, []) if job.success else [])
+        return done
+
+    with mock.patch.multiple(Files, submit_load=submit_load, get_finished_jobs=get_finished_jobs):
+        yield arrived
 
 
 @dataclass

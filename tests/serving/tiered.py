@@ -4,14 +4,14 @@ import json
 import sys
 from pathlib import Path
 
-from tests.serving.served import ask, engine
+from tests.serving.served import ask, engine, reads
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    with engine(Path(given["folder"]), kv_transfer_config=given["tiers"]) as llm:
+    with reads() as read, engine(Path(given["folder"]), kv_transfer_config=given["tiers"], **given["options"]) as llm:
         outs = ask(llm, given["prompts"], given["count"])
-    print(json.dumps([[o.tokens, o.cached] for o in outs]))
+    print(json.dumps({"answers": [[o.tokens, o.cached] for o in outs], "read": read}))
 
 
 if __name__ == "__main__":

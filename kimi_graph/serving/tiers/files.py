@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, get_offload_group_idx
-from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
-from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
 from kimi_graph.config import MlaConfig
 from kimi_graph.read_config import load_config
+from kimi_graph.serving import compat
 from kimi_graph.serving.hf_config import cached_row
 
 from .precision import Layout, bytes_of, layout_of
 
 
-class Files(FileSystemTierManager):
+class Files(compat.file_tier()):
     """Pages as files, found again by a server that is started later.
 
     Attributes:
@@ -43,31 +42,35 @@ class Files(FileSystemTierManager):
         self.total = sum(self.sizes.values())
         self.jobs: dict[int, list[str]] = {}
 
-    def submit_store(self, job_metadata: TransferJob) -> None:
+    def submit_store(self, job_metadata: Any) -> None:
+        """Write the pages of a job in a thread of its own."""
         self._note(job_metadata)
         if not self.layouts:
             return super().submit_store(job_metadata)
         self._job_block_counts[job_metadata.job_id] = len(job_metadata.keys)
-        task = functools.partial(self._store, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+        task = functools.partial(self._store, list(job_metadata.keys), compat.chunks_of(job_metadata))
         self._pool.enqueue_store(job_metadata.job_id, 1, [task])
 
-    def submit_load(self, job_metadata: TransferJob) -> None:
+    def submit_load(self, job_metadata: Any) -> None:
+        """Read the pages of a job in a thread of its own."""
         self._note(job_metadata)
         if not self.layouts:
             return super().submit_load(job_metadata)
         keys = list(job_metadata.keys)
         self._load_job_keys[job_metadata.job_id] = keys
         self._job_block_counts[job_metadata.job_id] = len(keys)
-        task = functools.partial(self._load, job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
+        task = functools.partial(self._load, job_metadata.job_id, keys, compat.chunks_of(job_metadata))
         self._pool.enqueue_load(job_metadata.job_id, 1, [task])
 
-    def get_finished_jobs(self) -> Iterable[JobResult]:
+    def get_finished_jobs(self) -> Iterable[Any]:
+        """The jobs that have ended since it was asked before."""
         done = list(super().get_finished_jobs())
         for job in done:
             self._used(self.jobs.pop(job.job_id, []))
         return done
 
     def shutdown(self) -> None:
+        """Write what is still to be written, and end."""
         self.drain_jobs()
         super().shutdown()
 
@@ -94,7 +97,7 @@ class Files(FileSystemTierManager):
                 self._load_progress[job] = done  # the ones before it are kept
                 raise
 
-    def _note(self, job: TransferJob) -> None:
+    def _note(self, job: Any) -> None:
         if self.most is not None:
             self.jobs[job.job_id] = [self.file_mapper.get_file_name(key) for key in job.keys]
 
@@ -128,7 +131,7 @@ def layouts_of(spec: OffloadingSpec, code: str) -> dict[int, Layout]:
     """Where rows lie in the chunks of each group of attention layers alone; others are kept as they are."""
     config, model = spec.config, load_config(Path(spec.config.model.name))
     return layout_of(
-        {group.group_id: (group.layer_names, group.tokens_per_block) for group in config.groups},
+        {i: (group.layer_names, group.tokens_per_block) for i, group in compat.tier_groups(config).items()},
         [i for i, layer in enumerate(model.layers) if isinstance(layer.mixer, MlaConfig)],
         cached_row(model),
         bytes_of_rank=config.worker_kv_bytes_per_block,

@@ -4,25 +4,32 @@
 On a device with copies of its own the engine's, or its plugin's, are used.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.distributed import get_world_group
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from kimi_graph.serving import compat
+
+compat.name_tier("Files", f"{__package__}.files")
 
 
 class HostCopies(OffloadingWorker):
     """Copies in a thread of their own, in the order of jobs, while the engine computes."""
 
-    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+    def __init__(self, caches: CanonicalKVCaches, region: Any) -> None:
         self.caches, self.region = caches, region
         self.pages = [t.tensor for t in caches.tensors]
-        self.kept = [region.create_next_worker_view(t.page_size_bytes) for t in caches.tensors]
+        self.kept = [compat.part_of(region, t.page_size_bytes) for t in caches.tensors]
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="host_copies")
         self.jobs: dict[int, Future[TransferResult]] = {}
 
@@ -74,21 +81,48 @@ def check_places(caches: CanonicalKVCaches) -> None:
         assert [ref.tensor_idx for ref in refs] == list(range(len(refs))), "layers lie in another order"
 
 
+def agreed(config: Any) -> Path:
+    """Where the ranks of an engine leave the bytes of a page on that which has the most layers, for its scheduler."""
+    return Path(f"/dev/shm/kimi_graph_{config.engine_id}.bytes")
+
+
+def agree(config: Any) -> int:
+    """Bytes that all ranks have room for in a chunk of shared memory; every rank asks.
+
+    Stages may differ in the layers of a group. vLLM takes for granted that they do not: each rank would lay out the
+    same memory in its own way, and write over another's pages.
+    """
+    group, own = get_world_group(), config.worker_kv_bytes_per_block
+    sizes = [own] * group.world_size
+    torch.distributed.all_gather_object(sizes, own, group=group.cpu_group)
+    if group.rank_in_group == 0:
+        agreed(config).write_text(str(max(sizes)))
+    return max(sizes)
+
+
 class HostTiers(TieringOffloadingSpec):
-    """The engine's tiers, with copies that a CPU can make."""
+    """The engine's tiers, with copies that a CPU can make, and stages that have not the same number of layers."""
+
+    def _fit(self, size: int) -> None:
+        """Sizes of the memory anew, for pages of so many bytes of a rank."""
+        if size != self.config.worker_kv_bytes_per_block:
+            super().__init__(dataclasses.replace(self.config, worker_kv_bytes_per_block=size))
+
+    def get_manager(self) -> OffloadingManager:
+        """In the scheduler, which is made when the ranks have their caches."""
+        if self._manager is None and self.config.parallel.pp_size > 1:
+            note = agreed(self.config)
+            self._fit(int(note.read_text()))
+            note.unlink()
+        return super().get_manager()
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         check_places(kv_caches)
+        if self._worker is None and self.config.parallel.pp_size > 1:
+            self._fit(agree(self.config))
         if not current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if self._worker is None:
             assert self.blocks_per_chunk == 1, "a page is kept by itself"
-            region = SharedOffloadRegion(
-                engine_id=self._engine_id,
-                num_chunks=self.num_chunks,
-                rank=0 if self.replicated_layout else self.config.parallel.rank,
-                kv_bytes_per_chunk=self.kv_bytes_per_chunk,
-                cpu_page_size=self.cpu_page_size_per_worker,
-            )
-            self._worker = HostCopies(kv_caches, region)
+            self._worker = HostCopies(kv_caches, compat.region_of(self))
         return self._worker
