@@ -43,7 +43,7 @@ def config_changes(old: ModelConfig, new: ModelConfig, leave_out: tuple[str, ...
     for name in leave_out:
         first[name] = second[name] = None
     if len(first["layers"]) != len(second["layers"]):
-        yield f"layers: there are {len(second['layers'])}, were {len(first['layers'])}"
+        yield f"the number of layers is {len(second['layers'])}, was {len(first['layers'])}"
         first["layers"] = second["layers"] = []
     for key, before, now in differences("", first, second):
         yield f"{key.removeprefix('.')} is {short(now)}, was {short(before)}"

@@ -76,7 +76,7 @@ def _misunderstood(e: Any, words: Sequence[str]) -> str:
     elif said == "Missing command":
         said = f"expected a command: {', '.join(e.ctx.command.commands)}"
     elif param is not None and e.message:
-        name = max(param.opts, key=len) if param.param_type_name == "option" else param.make_metavar(e.ctx)
+        name = max(param.opts, key=len) if param.param_type_name == "option" else param.metavar or param.name.upper()
         given = _given(param.opts, words)
         said = f"{name}{given}: {e.message[0].lower()}{e.message[1:].partition(', unable')[0].rstrip('.')}"
     more = "" if e.ctx is None else f" See {e.ctx.command_path} --help."

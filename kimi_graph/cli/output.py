@@ -124,6 +124,11 @@ def note(words: str) -> None:
         print(_fitted(words, sys.stderr), file=sys.stderr)
 
 
+def announce(words: str, facts: dict[str, Any]) -> None:
+    """A result of a command that goes on: words, or an object on a line of its own."""
+    print(json.dumps(facts) if manner.get().as_json else words, flush=True)
+
+
 def tell(line: str) -> None:
     """A line of the result before it is whole."""
     if not (manner.get().as_json or manner.get().quiet):

@@ -11,7 +11,7 @@ import typer
 
 from .frame import command
 from .options import KERNELS, MODES, Cache, one_of, some_of, split, words_of
-from .output import fail, judge, manner, note, progress_shown, show, without_collecting
+from .output import announce, fail, judge, manner, note, progress_shown, show, without_collecting
 
 
 @command
@@ -168,12 +168,21 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="Of the model in requests. Default: the folder's.")
     ] = None,
     max_len: Annotated[
-        int | None, typer.Option("--max-len", metavar="N", help="Longest sequence in tokens. Default: the model's own.")
+        int | None,
+        typer.Option(
+            "--max-len", metavar="N", help="Longest sequence in tokens. Default: what the cache has room for."
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Where it listens; 0.0.0.0 is everywhere, and it has no password.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="P", help="TCP port.")] = 8000,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of each rank's pages and memories. Default: 4GiB on a CPU, else the engine's choice."
+        ),
+    ] = None,
     tiers: Annotated[
         str | None,
         typer.Option(metavar="host=SIZE,..", help="Keep cached pages in shared memory, and in files: file=DIR:SIZE."),
@@ -200,24 +209,29 @@ def serve(
     """
     from kimi_graph.parallel import Mesh
     from kimi_graph.serving.launch import Launch, ending_with_signals, what_to_serve
-    from kimi_graph.serving.tiers.plan import Tiers
+    from kimi_graph.serving.tiers.plan import Tiers, size_of
     from kimi_graph.serving.warden import SHARED, remove_leftovers
 
     folder, graphs = what_to_serve(model, checkpoint)
     launch = Launch(
         folder=folder,
         graphs=graphs,
-        name=name or model.resolve().name,
+        name=model.resolve().name if name is None else name,
         host=host,
         port=port,
         max_len=max_len,
         mesh=Mesh.parse(mesh) if mesh is not None else Mesh() if graphs is None else graphs.mesh,
+        cache=None if cache is None else size_of(cache, "--cache"),
         tiers=None if tiers is None else Tiers.parse(tiers),
         tool_parser=tool_parser,
         trusted=trust_remote_code,
         flags=tuple(flags or ()),
+        quiet=manner.get().quiet,
     )
-    print(json.dumps({"command": launch.command}) if manner.get().as_json else shlex.join(launch.command), flush=True)
+    given = launch.variables(os.environ)
+    words = shlex.join(["env", *(f"{variable}={value}" for variable, value in given.items()), *launch.command])
+    if dry_run or not launch.quiet:
+        announce(words, {"command": launch.command, "environment": given})
     if launch.note is not None:
         note(launch.note)
     if dry_run:
@@ -227,6 +241,7 @@ def serve(
     begun = time.monotonic()
     with ending_with_signals(), launch.started(os.environ) as process:
         launch.wait_until_healthy(process)
-        print(f"{launch.name} answers on {launch.address}/v1 after {time.monotonic() - begun:.0f} s", flush=True)
-        if code := process.wait():
-            fail(f"the server ended with exit code {code}.")
+        took = time.monotonic() - begun
+        answers = {"name": launch.name, "address": f"{launch.address}/v1", "seconds": round(took, 1)}
+        announce(f"{launch.name} answers on {launch.address}/v1 after {took:.0f} s", answers)
+        fail(f"the server ended by itself, with exit code {process.wait()}; what it said is above.")

@@ -5,11 +5,13 @@ where the package is the CPU build, which has another name.
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,12 +26,12 @@ from kimi_graph.checkpoint import Checkpoint, audit
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
-from kimi_graph.read_config import load_config
+from kimi_graph.read_config import load_config, presets
 
 from . import warden
 from .ranks import check_mesh
 from .tiers.plan import Tiers
-from .tokens import chat_note, check_tokenizer, tokenizer_flags
+from .tokens import chat_note, check_generation, check_tokenizer, tokenizer_flags
 
 if TYPE_CHECKING:
     from .bundles import Graphs  # which brings torch and what executes graphs
@@ -43,7 +45,6 @@ MISSING = (
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_MEDIA_CONNECTOR": "kimi_graph",  # `media`
 }
 OWN_NAMES = {  # flags of the engine that have another name here
@@ -54,10 +55,12 @@ OWN_NAMES = {  # flags of the engine that have another name here
     "--max-model-len": "--max-len",
     "--tensor-parallel-size": "--mesh",
     "--pipeline-parallel-size": "--mesh",
+    "--kv-cache-memory-bytes": "--cache",
     "--kv-transfer-config": "--tiers",
     "--tool-call-parser": "--tool-parser",
     "--trust-remote-code": "--trust-remote-code",
 }
+CPU_CACHE = 4 * 2**30  # bytes; without a size, vLLM's CPU build takes nine tenths of the machine's memory
 MOST_WAIT_S = 1800  # until it is healthy
 
 
@@ -69,7 +72,9 @@ def what_to_serve(model: Path, checkpoint: Path | None) -> "tuple[Path, Graphs |
     """
     if not (model / "manifest.json").is_file():
         if checkpoint is not None:
-            raise ConfigError(f"--checkpoint {checkpoint}: goes with a bundle, and {model} is none; leave it out.")
+            raise ConfigError(
+                f"--checkpoint {checkpoint}: goes with a bundle, and {model} has no manifest.json; leave it out."
+            )
         return model, None
     from .bundles import Choice, graphs_for
 
@@ -85,13 +90,15 @@ class Launch:
         folder: checkpoint.
         name: of the model in requests.
         host, port: where it listens.
-        max_len: longest sequence in tokens; None: the model's own.
+        max_len: longest sequence in tokens; None: the model's own, or as long as the cache has room for.
         mesh: of the engine's ranks.
+        cache: bytes of each rank for pages and memories; None: `CPU_CACHE` on a CPU, else the engine's choice.
         tiers: below the engine's own cache.
         tool_parser: of vLLM's, reads the model's tool calls; None: it is not let call.
         trusted: whether Python in the checkpoint's folder may run.
         graphs: of a bundle that the engine is to call; the folder is its checkpoint.
         flags: more of the engine's own, as they are.
+        quiet: whether the engine says nothing but errors.
 
     Raises:
         ConfigError: a folder, length, port or mesh that cannot be served; the message says which can.
@@ -103,24 +110,29 @@ class Launch:
     port: int
     max_len: int | None
     mesh: Mesh
+    cache: int | None = None
     tiers: Tiers | None = None
     tool_parser: str | None = None
     trusted: bool = False
     graphs: "Graphs | None" = None
     flags: tuple[str, ...] = ()
+    quiet: bool = False
 
     def __post_init__(self) -> None:
+        for flag, word in (("--name", self.name), ("--host", self.host), ("--tool-parser", self.tool_parser)):
+            if word is not None and not word.strip():
+                raise ConfigError(f"{flag} {word!r}: expected a word, or leave it out.")
         if (self.folder / "manifest.json").is_file():
             raise ConfigError(f"{self.folder}: a bundle; expected the checkpoint folder that it was compiled from.")
         if not self.folder.is_dir():
-            raise ConfigError(f"{self.folder}: no folder; the engine serves checkpoint folders.")
+            raise ConfigError(f"{self.folder}: {_what_instead(self.folder)}; the engine serves checkpoint folders.")
         config = load_config(self.folder)
         longest = config.max_len if self.graphs is None else self.graphs.settings.length
         if self.max_len is not None and not 1 <= self.max_len <= longest:
             nearest = 1 if self.max_len < 1 else longest
             raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
         if not 1 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: expected 1 to 65535.")
+            raise ConfigError(f"--port {self.port}: expected 1 to 65535; nearest {min(max(self.port, 1), 65535)}.")
         nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
         if self.mesh != nearest:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
@@ -163,10 +175,11 @@ class Launch:
         # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
         words += tokenizer_flags(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
-        if self.max_len is not None:
-            words += ["--max-model-len", str(self.max_len)]
-        elif self.graphs is not None:
-            words += ["--max-model-len", str(self.graphs.settings.length)]
+        longest = None if self.graphs is None else self.graphs.settings.length
+        words += ["--max-model-len", str(self.max_len or longest or "auto")]
+        cache = CPU_CACHE if self.cache is None and is_cpu_build() else self.cache
+        words += [] if cache is None else ["--kv-cache-memory-bytes", str(cache)]
+        words += ["--uvicorn-log-level", "error"] if self.quiet else []
         if self.tool_parser is not None:
             words += ["--enable-auto-tool-choice", "--tool-call-parser", self.tool_parser]
         if self.tiers is not None:
@@ -176,20 +189,47 @@ class Launch:
             words += [f"--{flag}-parallel-size", str(size)] if size > 1 else []
         return words
 
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What the server is given beside an environment; what that says already is left as it is."""
+        ranks = self.mesh.world
+        own = dict(DEFAULTS)
+        if ranks > 1:
+            own["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(_cores(), ranks)
+        if self.quiet:
+            own["VLLM_LOGGING_LEVEL"] = "ERROR"
+        return {name: value for name, value in own.items() if name not in environment}
+
     @property
     def note(self) -> str | None:
         """What a user has to know before asking the server, if there is anything."""
         return chat_note(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
 
-    def check_files(self) -> None:
-        """Refuse a folder that the server would end of, minutes later and in other words.
+    def check_here(self) -> None:
+        """Refuse what the server would end of on this machine, minutes later and in other words.
 
         Raises:
             CheckpointError: weights or tokenizer are missing or are not the model's. Weights are not read.
+            KimiGraphError: the port is in use, or a tier has no room or may not be written.
         """
+        self._check_port()
+        if self.tiers is not None:
+            self.tiers.check_room()
         config, checkpoint = load_config(self.folder), Checkpoint.open(self.folder)
         audit(decoder.model_specs(config), checkpoint, config.dtype, config).check()
         check_tokenizer(self.folder, trusted=self.trusted)
+        check_generation(self.folder)
+
+    def _check_port(self) -> None:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"--host {self.host} --port {self.port}: {error.strerror or error}.") from None
+            with socket.create_server((self.host, 0), family=family) as other:
+                nearest = other.getsockname()[1]
+            words = f"something listens there already on {self.host}; {nearest} is free"
+            raise ConfigError(f"--port {self.port}: {words}.") from None
 
     @property
     def address(self) -> str:
@@ -202,14 +242,14 @@ class Launch:
         """The server's process; it ends, with all that it started, when the context does, or this process by whatever.
 
         Raises:
-            KimiGraphError: vLLM is not installed; see `check_files`.
+            KimiGraphError: vLLM is not installed; see `check_here`.
         """
         if importlib.util.find_spec("vllm") is None:
             raise KimiGraphError(MISSING)
-        self.check_files()
-        ranks = self.mesh.world
-        own = {**DEFAULTS, "VLLM_CPU_OMP_THREADS_BIND": cores_of_ranks(_cores(), ranks)} if ranks > 1 else DEFAULTS
-        process = subprocess.Popen(self.command, env={**own, **environment}, start_new_session=True)
+        self.check_here()
+        given = {**environment, **self.variables(environment)}
+        # What it says goes to standard error: results are ours.
+        process = subprocess.Popen(self.command, env=given, stdout=sys.stderr.fileno(), start_new_session=True)
         guard = _guarded(process)
         try:
             yield process
@@ -233,6 +273,17 @@ class Launch:
                     return
             time.sleep(0.5)
         raise KimiGraphError(f"the server was not healthy within {MOST_WAIT_S:,} s.")
+
+
+def _what_instead(path: Path) -> str:
+    """What a path is that is no folder."""
+    if path.exists():
+        return "a file"
+    return (
+        f"a preset, kimi-graph fixture {path} -o DIR makes a small checkpoint"
+        if str(path) in presets()
+        else "no folder"
+    )
 
 
 def is_cpu_build() -> bool:

@@ -4,6 +4,7 @@ Layers come from the library's pipeline split, shards from its mesh rules. The r
 gives to one: values, batches and pages of latents are whole on each. Parameters and KDA states are split.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
     """
     model_stages(config, mesh.pipe)
     sizes, rules_of = sizes_of(decoder.model_specs(config)), functools.partial(preset, config)
-    if found := faults(sizes, rules_of(mesh)):
+    found = [
+        dataclasses.replace(fault, padding="") for fault in faults(sizes, rules_of(mesh))
+    ]  # nothing is padded here
+    if found:
         raise ShardingError(refusal(config.name, mesh, sizes, found, rules_of))
 
 

@@ -13,6 +13,7 @@ from kimi_graph.read_config import read_json
 from kimi_graph.released_tokenizer import MOST_CONFIG, RANKS, TEMPLATE, is_released, released_tokenizer
 from kimi_graph.tokenizer import TOKENIZER, TOKENIZER_CONFIG
 
+GENERATION = "generation_config.json"
 MODE = "kimi_graph"  # of the engine's tokenizers
 # Families whose chats the engine writes itself, where a checkpoint has no template. K3's by the checkpoint's code.
 RENDERERS = {"deepseek_v32": "deepseek_v32"}
@@ -39,7 +40,15 @@ def check_tokenizer(folder: Path, *, trusted: bool) -> None:
     Raises:
         CheckpointError: it has none, or one that only its code can read.
     """
-    if trusted or (folder / TOKENIZER).is_file():
+    if trusted:
+        return
+    if (folder / TOKENIZER).exists():
+        from tokenizers import Tokenizer  # comes with the engine
+
+        try:
+            Tokenizer.from_file(str(folder / TOKENIZER))
+        except Exception as error:  # it raises that and no other
+            raise CheckpointError(f"{folder / TOKENIZER}: no tokenizer that can be read ({error}).") from None
         return
     if not is_released(folder):
         raise CheckpointError(f"{folder}: no {TOKENIZER} and no {RANKS}; the server needs the checkpoint's tokenizer.")
@@ -56,6 +65,16 @@ def chat_note(folder: Path, model_type: str, *, trusted: bool) -> str | None:
         return None
     how = "; --trust-remote-code lets its code write them" if model_type in RENDERERS_BY_CODE else ""
     return f"{folder} has no chat template: requests for chats are refused, completions are answered{how}."
+
+
+def check_generation(folder: Path) -> None:
+    """Refuse a generation_config.json that is none; a checkpoint may lack it.
+
+    Raises:
+        CheckpointError: see `read_json`.
+    """
+    if (folder / GENERATION).exists():
+        read_json(folder / GENERATION, MOST_CONFIG, CheckpointError)
 
 
 def has_template(folder: Path) -> bool:

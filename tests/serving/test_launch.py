@@ -6,18 +6,21 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 import zlib
+from pathlib import Path
 
 import pytest
 
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
 from kimi_graph.serving.launch import Launch, cores_of_ranks
+from kimi_graph.serving.tiers.plan import Tiers
 from tests.serving.served import SETTINGS, Output, differ_at_a_tie
 
 
@@ -33,8 +36,11 @@ def cli(*words):
 def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     done = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run")
     assert done.returncode == 0, done.stderr
-    words = done.stdout.split()
-    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    given, _, words = done.stdout.partition(f"{sys.executable} ")
+    assert given.startswith("env HF_HUB_OFFLINE=1 ")  # what is printed is what is run
+    assert "VLLM_CPU_OMP_THREADS_BIND=" in given
+    words = words.split()
+    assert words[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert words[words.index("--host") + 1] == "127.0.0.1"
     assert words[words.index("--pipeline-parallel-size") + 1] == "2"
     assert words[words.index("--tensor-parallel-size") + 1] == "2"
@@ -42,7 +48,9 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     assert words[words.index("--block-size") + 1] == "128"  # else no memory is kept where pages grow to its size
     assert "--trust-remote-code" not in words
     said = cli("serve", tiny, "--mesh", "pp=2,tp=2", "--max-len", 512, "--port", 8123, "--dry-run", "--json")
-    assert json.loads(said.stdout) == {"command": words}
+    found = json.loads(said.stdout)
+    assert found["command"][1:] == words
+    assert found["environment"].keys() == {x.partition("=")[0] for x in given.split()[1:]}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +58,10 @@ def test_a_dry_run_prints_the_servers_command_and_needs_no_engine(tiny):
     [
         ({"max_len": 0}, "nearest 1"),
         ({"max_len": 10**9}, "nearest 1,048,576"),
-        ({"port": 70000}, "1 to 65535"),
+        ({"port": 70000}, "1 to 65535; nearest 65535"),
+        ({"name": ""}, "--name ''"),
+        ({"host": " "}, "--host ' '"),
+        ({"tool_parser": ""}, "--tool-parser ''"),
         ({"mesh": Mesh(pipe=2, data=2, tensor=2)}, "nearest pp=2,tp=2"),
         ({"mesh": Mesh(tensor=2, experts=1)}, "nearest tp=2"),
         ({"mesh": Mesh(tensor=3)}, "nearest tp at which everything divides, nothing padded: 2"),
@@ -87,6 +98,44 @@ def test_a_folder_that_is_none_or_a_bundle_is_refused(tmp_path):
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(KimiGraphError, match="a bundle"):
         launch(tmp_path)
+
+
+def test_a_port_that_is_in_use_is_refused_with_one_that_is_free(tiny):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(KimiGraphError, match=rf"--port {port}: something listens there already .* \d+ is free"):
+            launch(tiny, port=port).check_here()
+    launch(tiny, port=port).check_here()
+    with pytest.raises(KimiGraphError, match="--host 999.1.1.1"):
+        launch(tiny, host="999.1.1.1").check_here()
+
+
+def test_a_tier_that_has_no_room_here_is_refused(tiny, tmp_path):
+    with pytest.raises(KimiGraphError, match="/dev/shm has"):
+        launch(tiny, tiers=Tiers.parse("host=100TB")).check_here()
+    (tmp_path / "file").touch()
+    with pytest.raises(KimiGraphError, match="is a file"):
+        launch(tiny, tiers=Tiers.parse(f"host=1MB,file={tmp_path / 'file' / 'pages'}")).check_here()
+
+
+def test_what_the_user_has_set_is_left_and_not_said_again(tiny):
+    assert launch(tiny).variables({}).keys() == {"HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_MEDIA_CONNECTOR"}
+    assert "HF_HUB_OFFLINE" not in launch(tiny).variables({"HF_HUB_OFFLINE": "0"})
+    assert launch(tiny, quiet=True).variables({})["VLLM_LOGGING_LEVEL"] == "ERROR"
+
+
+def test_the_longest_sequence_is_what_the_cache_has_room_for_unless_it_is_said(tiny):
+    command = launch(tiny, max_len=None, cache=10**9).command
+    assert command[command.index("--max-model-len") + 1] == "auto"
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == "1000000000"
+
+
+def test_a_path_that_is_no_folder_is_said_to_be_what_it_is(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(KimiGraphError, match=r"config\.json: a file"):
+        launch(tmp_path / "config.json")
+    with pytest.raises(KimiGraphError, match="kimi-graph fixture kimi-k3 -o DIR"):
+        launch(Path("kimi-k3"))
 
 
 def test_without_the_engine_one_line_says_how_to_install_it(tiny, monkeypatch):

@@ -48,7 +48,7 @@ def test_a_server_is_told_to_read_the_tokenizer_as_data_and_runs_code_only_when_
     released = as_released(tiny, tmp_path / "released")
     assert mode(launch(released).command) == "kimi_graph"
     assert "--trust-remote-code" not in launch(released).command
-    launch(released).check_files()
+    launch(released).check_here()
     trusting = launch(released, trusted=True).command
     assert "--trust-remote-code" in trusting
     assert mode(trusting) is None
@@ -65,15 +65,15 @@ def test_what_a_server_would_end_of_is_refused_before_it_starts(tiny, tmp_path):
     released = as_released(tiny, tmp_path / "released")
     (released / "tokenization_kimi.py").write_text("pat_str = made()\n")
     with pytest.raises(CheckpointError, match="--trust-remote-code runs the checkpoint's own code"):
-        launch(released).check_files()
-    launch(released, trusted=True).check_files()
+        launch(released).check_here()
+    launch(released, trusted=True).check_here()
     (released / "tiktoken.model").unlink()
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json and no tiktoken\.model"):
-        launch(released).check_files()
+        launch(released).check_here()
     weights = next(p for p in released.iterdir() if p.suffix == ".safetensors")
     weights.unlink()
     with pytest.raises(CheckpointError):
-        launch(released, trusted=True).check_files()
+        launch(released, trusted=True).check_here()
 
 
 @pytest.mark.serving

@@ -14,7 +14,7 @@ from kimi_graph.serving.tiers.plan import Tiers, mark_of, size_of
 
 
 def test_sizes_are_decimal_unless_they_have_an_i():
-    assert [size_of(x) for x in ("1", "4GB", "1.5 kb", "512MiB")] == [1, 4 * 10**9, 1500, 2**29]
+    assert [size_of(x) for x in ("1000000B", "4GB", "1.5 mb", "512MiB")] == [10**6, 4 * 10**9, 1_500_000, 2**29]
 
 
 def test_a_specification_is_read_in_any_order():
@@ -33,6 +33,8 @@ def test_a_specification_is_read_in_any_order():
         ("host=1GB,host=2GB", "host= twice"),
         ("file=a", "no host="),
         ("host=4XB", "'4XB' is no size"),
+        ("host=4", "'4' is no size"),
+        ("host=1KB", "expected 1MB or more"),
         ("host=0GB", "'0GB' is no size"),
         ("host=-1GB", "'-1GB' is no size"),
         ("host=1GB,file=a:much", "'much' is no size"),

@@ -91,7 +91,7 @@ def test_more_than_fits_into_shared_memory_comes_back_from_files(folder, library
     computes those whose pages find no room as they come back."""
     lib = library(HARDEST)
     prompts = lib.prompts(*[300] * 10, seed=15)
-    tiers = f"host={14 * CHUNK},file={tmp_path}"
+    tiers = f"host={14 * CHUNK}B,file={tmp_path}"
     with reads() as read, tiered(folder(HARDEST), tiers, max_num_seqs=2) as llm:
         asked(lib, llm, prompts)
         assert llm.reset_prefix_cache()
@@ -140,7 +140,7 @@ def test_files_stay_within_their_bound_and_the_tokens_right(folder, library, tmp
     lib, most = library(HARDEST), 9 * CHUNK
     prompts = lib.prompts(*[300] * 6, seed=16)
     for _ in range(2):  # the second engine finds files that it has not written
-        with tiered(folder(HARDEST), f"host=64MB,file={tmp_path}:{most}") as llm:
+        with tiered(folder(HARDEST), f"host=64MB,file={tmp_path}:{most}B") as llm:
             for prompt in prompts:
                 asked(lib, llm, [prompt])
         files = list(tmp_path.rglob("*.bin"))

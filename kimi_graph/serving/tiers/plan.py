@@ -3,15 +3,19 @@
 import hashlib
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import ConfigError
+from kimi_graph.files import check_writable
 
 POLICIES = ("lru", "arc")  # of shared memory: what leaves it first
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 CODES = ("int8", "fp8")  # of attention pages in files
+SHARED = Path("/dev/shm")
+LEAST = 10**6  # bytes of a tier: less has room for no page
 EXAMPLE = "host=4GB,file=DIR:100GB,policy=lru"
 SAMPLE = 1 << 16  # bytes of a file's beginning and end that tell weights apart
 
@@ -63,6 +67,17 @@ class Tiers:
         policy, low = given.get("policy", POLICIES[0]), given.get("low")
         return Tiers(host=size_of(given["host"]), policy=policy, files=files, most=most, low=low)
 
+    def check_room(self) -> None:
+        """Hold the tiers against this machine.
+
+        Raises:
+            KimiGraphError: shared memory is smaller than asked for; the folder may not be written.
+        """
+        if SHARED.is_dir() and self.host > (there := shutil.disk_usage(SHARED).total):
+            raise ConfigError(f"--tiers host={self.host / 1e9:g}GB: {SHARED} has {there / 1e9:.1f} GB in all.")
+        if self.files is not None:
+            check_writable(self.files / "page")
+
     def engine_config(self, checkpoint: Path) -> dict[str, Any]:
         """The engine's `--kv-transfer-config`.
 
@@ -96,17 +111,17 @@ def _folder(text: str) -> tuple[Path, int | None]:
     return path, size_of(size) if found else None
 
 
-def size_of(text: str) -> int:
-    """Bytes of `4GB`, `512MiB` or `1000000`; units are decimal unless they have an i.
+def size_of(text: str, flag: str = "--tiers") -> int:
+    """Bytes of `4GB` or `512MiB`; units are decimal unless they have an i.
 
     Raises:
-        ConfigError: it is no size above 0.
+        ConfigError: it is no size with a unit, or less than a megabyte.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     unit = UNITS.get(found[2].upper()) if found else None
     size = int(float(found[1]) * unit) if found and unit else 0
-    if size < 1:
-        raise ConfigError(f"--tiers: {text!r} is no size; expected a number above 0 with a unit, as 4GB or 512MiB.")
+    if size < LEAST:
+        raise ConfigError(f"{flag}: {text!r} is no size; expected 1MB or more with its unit, as 4GB or 512MiB.")
     return size
 
 
