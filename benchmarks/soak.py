@@ -18,6 +18,7 @@ Throughput is told with its variance and promises nothing: it is that of the mac
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -337,8 +338,11 @@ def dump(server: Soaked, process: subprocess.Popen[bytes], out: Path) -> str:
     except OSError as error:
         words.append(f"/metrics: {error}")
     (out / "stuck.txt").write_text("\n".join(words))
-    for child in processes(process.pid):  # PYTHONFAULTHANDLER: stacks go to the log
-        os.kill(child, signal.SIGABRT)
+    for child in reversed(processes(process.pid)):  # PYTHONFAULTHANDLER: stacks go to the log; children before parents,
+        for number in (signal.SIGABRT, signal.SIGCONT):  # which would end them; one that is stopped says it too
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
+        time.sleep(0.2)
     time.sleep(2)
     return f"see {out / 'stuck.txt'} and the stacks in {server.log}"
 
@@ -516,7 +520,8 @@ def soaked(server: Soaked, process: subprocess.Popen[bytes], given: Any, seconds
     if stopped is None:
         time.sleep(2)
         idle = watch.sample()["used"]
-    return judged(book, watch.rows, stopped, idle), watch.rows
+    rows = watch.rows or [dict.fromkeys(("at", "bytes", *COUNTERS), 0.0)]  # a server that never said a number
+    return judged(book, rows, stopped, idle), rows
 
 
 if __name__ == "__main__":

@@ -272,24 +272,31 @@ class Rank:
         self.stage = plan.stage_of(rank)
         self.phases = [phase for phase, stage in plan.entries if stage == self.stage]
         self.weights = {phase: weights.of(plan.models[phase, self.stage], rank) for phase in self.phases}
-        self.states = {
-            s["name"]: torch.zeros(
-                s["graph_shape"], dtype=torch.float64 if mode == "exact" else getattr(torch, s["dtype"])
-            )
-            for s in plan.bundle.manifest["state"]["states"]
-            if s["stage"] == self.stage
-        }
         self.crossed: dict[str, Tensor] = {}
 
-    def start(self, phase: str, given: Mapping[str, Tensor], selections: Selections) -> Steps:
+    @functools.cached_property
+    def states(self) -> dict[str, Tensor]:
+        """By name, zeros at first; whoever has others sets them before a step."""
+        return {
+            s["name"]: torch.zeros(
+                s["graph_shape"], dtype=torch.float64 if self.mode == "exact" else getattr(torch, s["dtype"])
+            )
+            for s in self.plan.bundle.manifest["state"]["states"]
+            if s["stage"] == self.stage
+        }
+
+    def start(
+        self, phase: str, given: Mapping[str, Tensor], selections: Selections, *, in_place: bool = False
+    ) -> Steps:
         """A step of the phase, which stops at every collective.
 
         Args:
             given: whole inputs by name, with slots and pages counted through all shards.
+            in_place: write `states`, see `Executor.run`.
         """
         executor = self.plan.executor(phase, self.rank)
         states = {name: self.states[name] for name in executor.states}
-        return executor.steps(self.inputs(phase, given), states, self.mode, selections=selections)
+        return executor.steps(self.inputs(phase, given), states, self.mode, selections=selections, in_place=in_place)
 
     def inputs(self, phase: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the rank's graph reads besides states: weights, its part of `given`, values of other stages."""

@@ -159,8 +159,11 @@ def serve(
         typer.Option(metavar="DIR", help="Of a bundle: its weights. Default: the checkpoint it was compiled from."),
     ] = None,
     mesh: Annotated[
-        str, typer.Option(metavar="pp=A,tp=B", help="The engine's ranks: pipeline stages, and ranks of each.")
-    ] = "tp=1",
+        str | None,
+        typer.Option(
+            metavar="pp=A,tp=B", help="The engine's ranks, stages and ranks of each. Default: one; a bundle's."
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of the model in requests. Default: the folder's.")
     ] = None,
@@ -208,7 +211,7 @@ def serve(
         host=host,
         port=port,
         max_len=max_len,
-        mesh=Mesh.parse(mesh),
+        mesh=Mesh.parse(mesh) if mesh is not None else Mesh() if graphs is None else graphs.mesh,
         tiers=None if tiers is None else Tiers.parse(tiers),
         tool_parser=tool_parser,
         trusted=trust_remote_code,

@@ -1,41 +1,38 @@
-"""A bundle's graphs in an engine: whether they fit it, of which calls a step is made, and what runs them.
+"""Whether a bundle's graphs fit an engine.
 
-Knows no engine: `bundle_caches` is what vLLM sees. A graph takes one table of pages and one slot a row for all layers,
-so the engine keeps the rows of all attention layers in one cache and the memories of all KDA layers in another; both
-share its pages, so that slots are as many as pages. Sizes are the bundle's, none is the engine's to choose.
-
-Axes: N tokens of a step, R requests, B rows of a graph, T its tokens a row, P pages of a sequence, V vocab.
+Knows no engine: `bundle_calls` makes calls of a step, `bundle_runners` runs them, `bundle_caches` is what vLLM sees. A
+graph takes one table of pages and one slot a row for all layers, so the engine keeps the rows of all attention layers
+in one cache and the memories of all KDA layers in another; both share its pages, so that slots are as many as pages.
+Sizes are the bundle's, none is the engine's to choose. On a mesh a rank has its stage's layers and its part of their
+states; tables and pages are the same on all of them.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from kimi_graph import tree
-from kimi_graph.checkpoint import load_params
 from kimi_graph.compile import air
 from kimi_graph.compile.buckets import Gear, Room, gears_of
 from kimi_graph.compile.bundle import MANIFEST, Bundle, as_written, open_bundle
 from kimi_graph.compile.expect import bundle_config, check_checkpoint_model
 from kimi_graph.compile.manifest import check_claims
-from kimi_graph.compile.verify import BoundGraphs, Packed, as_kept, find_checkpoint
-from kimi_graph.config import KdaConfig, MlaConfig, ModelConfig
+from kimi_graph.compile.verify import find_checkpoint
+from kimi_graph.config import KdaConfig, ModelConfig
 from kimi_graph.errors import BundleError, ConfigError
-from kimi_graph.layers import kda_state_specs, mla_state_specs, step_batch
-from kimi_graph.models import decoder
+from kimi_graph.layers import kda_state_specs
 from kimi_graph.parallel import Mesh
-
-from .rows import Rows
 
 KEY = "kimi_graph"  # in what an engine is told beside its own flags
 MODES = ("native", "exact")
 ENGINES_DTYPE = {"native": None, "exact": torch.float32}  # that caches have to have; None: the model's
+EXPERTS = "kimi_graph_experts"  # beside it, see `balance`
 LEAST_PAGE, MOST_PAGE = 16, 1024  # of a bundle, whose pages are multiples of the least
 
 
@@ -66,6 +63,9 @@ class Choice:
             raise ConfigError(
                 f"--additional-config {KEY} is {entry!r}; expected an object of {', '.join(known)}, with a bundle."
             )
+        if EXPERTS in told:
+            words = "copies of experts are the bundle's own, compile --redundant-experts"
+            raise ConfigError(f"--additional-config {EXPERTS}: {words}; leave it out.")
         if entry.get("mode", "native") not in MODES:
             raise ConfigError(f"--additional-config {KEY}.mode is {entry['mode']!r}; expected {' or '.join(MODES)}.")
         return Choice(bundle=Path(entry["bundle"]), mode=entry.get("mode", "native"))
@@ -127,7 +127,7 @@ class Settings:
             ("--max-model-len", self.length, "state.tokens_per_sequence", want.length),
             ("--max-num-seqs", self.sequences, "buckets.rows", want.sequences),
             ("--max-num-batched-tokens", self.tokens, "buckets.rows x tokens of prefill", want.tokens),
-            ("--limit-mm-per-prompt image", self.pictures, "pictures that the engine gives to graphs", want.pictures),
+            ("--limit-mm-per-prompt image", self.pictures, "without phase vision the most pictures", want.pictures),
         ):
             if mine > theirs:
                 raise ConfigError(f"{graphs.where}: {key} is {theirs:,}, {flag} {mine:,}; lower it to {theirs}.")
@@ -139,7 +139,7 @@ def _words(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Graphs:
-    """A bundle that an engine can call: of one rank, with prefill and decode, and memories in the engine's pages."""
+    """A bundle that an engine can call: with prefill and decode, and memories in the engine's pages."""
 
     bundle: Bundle
     config: ModelConfig
@@ -190,9 +190,14 @@ class Graphs:
         return any(isinstance(layer.mixer, KdaConfig) for layer in self.config.layers)
 
     @property
+    def patches(self) -> int:
+        """That the graph of pictures takes; 0: there is none."""
+        return max((gear.tokens for gear in self.gears.get("vision", ())), default=0)
+
+    @property
     def settings(self) -> Settings:
         """What an engine has to be told."""
-        state, gears, text = self.contract, self.gears, self.bundle.manifest["mesh"]
+        state, gears = self.contract, self.gears
         prefill, decode = gears["prefill"][-1], gears["decode"][-1]
         rows = min(prefill.rows, decode.rows)
         return Settings(
@@ -202,7 +207,8 @@ class Graphs:
             sequences=rows,
             tokens=rows * prefill.tokens,
             dtype=ENGINES_DTYPE[self.mode] or self.config.dtype,
-            mesh=Mesh() if text is None else Mesh.parse(text["text"]),
+            mesh=self.mesh,
+            pictures=sys.maxsize if self.patches else 0,
         )
 
     @property
@@ -212,7 +218,8 @@ class Graphs:
         words = ["--additional-config", told, "--dtype", _words(s.dtype), "--block-size", str(s.page)]
         words += ["--num-gpu-blocks-override", str(s.pages), "--max-num-seqs", str(s.sequences)]
         words += ["--max-num-batched-tokens", str(s.tokens)]
-        return words + (["--limit-mm-per-prompt", '{"image": 0}'] if self.config.vision is not None else [])
+        without = self.config.vision is not None and not self.patches
+        return words + (["--limit-mm-per-prompt", '{"image": 0}'] if without else [])
 
     def check(self) -> None:
         """Whether an engine can call it at all.
@@ -221,9 +228,15 @@ class Graphs:
             BundleError: the key of the manifest, with what to compile.
         """
         where, state, gears = self.where, self.contract, self.gears
-        if self.bundle.manifest["mesh"] is not None:
-            text = self.bundle.manifest["mesh"]["text"]
-            raise BundleError(f"{where}: mesh is {text}; an engine calls bundles of one rank, made without --mesh.")
+        nearest = Mesh(pipe=self.mesh.pipe, tensor=self.mesh.tensor)
+        if self.mesh != nearest:
+            words = "an engine's ranks are stages and tensor ranks, which share out experts"
+            raise BundleError(f"{where}: mesh is {self.mesh}; {words}: compile it with --mesh {nearest}.")
+        if (pools := state.get("pools", 1)) > 1:
+            raise BundleError(
+                f"{where}: state.pools is {pools}; ranks of an engine have the same pages: compile it without "
+                "--split-cache."
+            )
         if missing := [phase for phase in ("prefill", "decode") if phase not in gears]:
             raise BundleError(f"{where}: buckets has no {missing[0]}; an engine needs it: compile it without --phase.")
         if state["kv_dtype"] != "bf16":
@@ -273,24 +286,50 @@ class Graphs:
 
     @property
     def least_page(self) -> int:
-        """Tokens whose rows take as many bytes as the memories of a sequence."""
+        """Tokens whose rows take as many bytes as the memories of a sequence, on any rank."""
         row, memory = self.row * self.settings.dtype.itemsize, 0
-        for layer in self.config.layers:
-            if isinstance(layer.mixer, KdaConfig):
-                specs = tree.leaves(kda_state_specs(layer.mixer, 1, self.settings.dtype))
-                memory += sum(s.numel * (s.dtype or self.settings.dtype).itemsize for s in specs)
+        if self.memories:
+            mixer = next(m for m in (layer.mixer for layer in self.config.layers) if isinstance(m, KdaConfig))
+            specs = tree.leaves(kda_state_specs(mixer, 1, self.settings.dtype))
+            each = sum(s.numel * (s.dtype or self.settings.dtype).itemsize for s in specs)
+            memory = self.memories * each // self.mesh.tensor
         return -(-memory // (row * LEAST_PAGE)) * LEAST_PAGE
+
+    # ---- on a mesh ----
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the ranks that run it together."""
+        entry = self.bundle.manifest["mesh"]
+        return Mesh() if entry is None else Mesh.parse(entry["text"])
+
+    def states(self, stage: int, kind: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the states of a stage as each of its ranks has them, of its "kda" or "mla" layers, by name."""
+        return {
+            s["name"]: tuple(s.get("local", s["shape"]))
+            for s in self.contract["states"]
+            if s.get("stage", 0) == stage and s["name"].split(".")[3] == kind
+        }
 
     @property
     def row(self) -> int:
-        """Numbers of a token in all attention layers together."""
-        mixers = [layer.mixer for layer in self.config.layers]
-        return sum(sum(row_parts(m).values()) for m in mixers if isinstance(m, MlaConfig))
+        """Numbers of a token in all attention layers of a stage together; of the stage that has most."""
+        return max(sum(shape[-1] for shape in self.states(s, "mla").values()) for s in range(self.mesh.pipe))
 
+    @property
+    def memories(self) -> int:
+        """KDA layers of a stage, of the one that has most."""
+        return max(len({n.split(".")[2] for n in self.states(s, "kda")}) for s in range(self.mesh.pipe))
 
-def row_parts(m: MlaConfig) -> dict[str, int]:
-    """Numbers of a token in an attention layer, by the names of its states."""
-    return {name: spec.shape[-1] for name, spec in tree.items(mla_state_specs(m, 1, 1, torch.float32))}
+    def read_by(self, stage: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Values that stages before hand on to a stage, for itself and later ones: a token's shape, and dtype."""
+        entries = [g for g in self.bundle.manifest["graphs"] if g["phase"] == "prefill"]
+        read = {name for g in entries for name in g.get("reads", ()) if g["stage"] >= stage}
+        given = [o for g in entries if g.get("stage", 0) < stage for o in g["outputs"] if o["name"] in read]
+        dtypes = {o["name"]: getattr(torch, o["dtype"]) for o in given}
+        if self.mode == "exact":
+            dtypes = {name: torch.float64 if d.is_floating_point else d for name, d in dtypes.items()}
+        return {o["name"]: (tuple(o["shape"][2:]), dtypes[o["name"]]) for o in given}
 
 
 def graphs_for(choice: Choice, checkpoint: Path | None) -> tuple[Graphs, Path]:
@@ -301,164 +340,3 @@ def graphs_for(choice: Choice, checkpoint: Path | None) -> tuple[Graphs, Path]:
     """
     folder = find_checkpoint(open_bundle(choice.bundle), checkpoint).folder
     return Graphs.open(choice, folder), folder
-
-
-# ---- calls of a step -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a graph.
-
-    Attributes:
-        requests: `[n]` int64, their numbers in the step; n is at most the graph's rows.
-        at: `[n, t]` int64, where their tokens are among the step's; padding repeats a row's last.
-        before, counts: `[n]` int64, tokens that the caches hold of each, and new ones.
-    """
-
-    gear: Gear
-    requests: Tensor
-    at: Tensor
-    before: Tensor
-    counts: Tensor
-
-
-def calls_of(rows: Rows, gears: Mapping[str, Sequence[Gear]], *, shared: bool = False) -> list[Call]:
-    """The calls that compute a group of rows, one after another.
-
-    A row with more tokens than a graph takes is several pieces, each in a call of its own. More rows than a graph has
-    take turns. Of the graphs that have enough rows the one with the fewest is called.
-
-    Args:
-        shared: a row may read pages that another one writes, see `rows_of`: pieces go in the order of their positions.
-    """
-    of_phase = gears["decode" if rows.step else "prefill"]
-    widest = of_phase[-1]
-    pieces: list[tuple[int, int, int]] = []  # order, row, first token
-    for row, (before, count) in enumerate(zip(rows.before.tolist(), rows.counts.tolist(), strict=True)):
-        for first in range(0, count, widest.tokens):
-            pieces.append((before + first if shared else first, row, first))
-    return [_call(rows, group, of_phase) for group in _packed(sorted(pieces), widest.rows)]
-
-
-def _packed(pieces: Sequence[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Rows and first tokens, in order; no more than `most` together, and none of one row twice."""
-    some: dict[int, int] = {}
-    for _, row, first in pieces:
-        if row in some or len(some) == most:
-            yield list(some.items())
-            some = {}
-        some[row] = first
-    if some:
-        yield list(some.items())
-
-
-def _call(rows: Rows, group: Sequence[tuple[int, int]], gears: Sequence[Gear]) -> Call:
-    gear = next(g for g in gears if g.rows >= len(group))
-    row, first = (torch.tensor(x, dtype=torch.int64) for x in zip(*group, strict=True))
-    counts = (rows.counts.cpu()[row] - first).clamp(max=gear.tokens)
-    column = first[:, None] + torch.minimum(torch.arange(gear.tokens), counts[:, None] - 1)
-    at = rows.at.cpu()[row].gather(1, column)
-    return Call(gear, rows.requests.cpu()[row], at, rows.before.cpu()[row] + first, counts)
-
-
-def inputs_of(call: Call, graphs: Graphs, tokens: Tensor, table: Tensor, slots: Tensor) -> dict[str, Tensor]:
-    """What a graph is given besides weights and states; rows that are left are nobody's.
-
-    Args:
-        tokens: `[N]` of the step.
-        table: `[R, pages]` of each request, in order.
-        slots: `[R]`.
-    """
-    rows, state = call.gear.rows, graphs.contract
-    page, most = state["page_tokens"], state["pages_per_sequence"]
-    held = -(-(call.before + call.counts) // page)  # pages that a sequence has; what a table says after them is old
-    own = table.cpu()[call.requests, :most]
-    own = own * (torch.arange(own.shape[1]) < held[:, None])
-    batch = step_batch(
-        _padded(own, (rows, most)).int(),
-        _padded(slots.cpu()[call.requests], (rows,)).int(),
-        _padded(call.before, (rows,)),
-        _padded(call.counts, (rows,)),
-        call.gear.tokens,
-        page,
-        rope=graphs.config.rotation,
-    )
-    given = {"tokens": _padded(tokens.cpu()[call.at], (rows, call.gear.tokens)).long()}
-    return given | {f"batch.{name}": x for name, x in tree.items(batch)}
-
-
-def _padded(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Zeros after what is there, in every dimension."""
-    made = x.new_zeros(shape)
-    made[tuple(slice(size) for size in x.shape)] = x
-    return made
-
-
-# ---- what runs them --------------------------------------------------------------------------------------------------
-
-
-class Runner(Protocol):
-    """Runs graphs on an engine's own caches."""
-
-    def call(self, phase: str, given: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> Tensor:
-        """Logits `[B, V]` of each row's last token.
-
-        Args:
-            given: see `inputs_of`.
-            states: by name, `[slots, ..]` and `[pages, page, ..]`, as the engine's caches hold them: views with any
-                strides. They are written where they lie.
-        """
-        ...
-
-
-def runner_for(graphs: Graphs, folder: Path, device: torch.device) -> Runner:
-    """What runs graphs on a device, with the weights of a checkpoint.
-
-    Raises:
-        BundleError: nothing here does.
-        CheckpointError: the checkpoint is not the model's.
-    """
-    graphs.check_device(device)
-    return CpuRunner(graphs, folder)
-
-
-class CpuRunner:
-    """Graphs in the executor: slow, and what it gives is what `verify` has compared with the model."""
-
-    def __init__(self, graphs: Graphs, folder: Path) -> None:
-        self.graphs = graphs
-        bundle, config = graphs.bundle, graphs.config
-        checkpoint = find_checkpoint(bundle, folder)
-        packed = Packed(checkpoint, dict(tree.items(decoder.model_specs(config))))
-        exact = graphs.mode == "exact"
-        params = load_params(checkpoint, config, torch.float64) if exact else load_params(checkpoint, config)
-        if exact:
-            params = as_kept(bundle.weights, params, packed)
-        self.bound = BoundGraphs(bundle, params, graphs.mode, packed)
-        self.shapes = {s["name"]: s["graph_shape"] for s in graphs.contract["states"]}
-        self.constant = self._no_pictures()
-
-    def _no_pictures(self) -> dict[str, Tensor]:
-        """Inputs of prefill that say where pictures are: nowhere."""
-        entry = self.graphs.bundle.graph("prefill")
-        return {
-            i["name"]: torch.zeros(i["shape"], dtype=getattr(torch, i["dtype"]))
-            for i in entry["inputs"]
-            if i["name"].startswith("vision.")
-        }
-
-    def call(self, phase: str, given: Mapping[str, Tensor], states: Mapping[str, Tensor]) -> Tensor:
-        """Logits `[B, V]` of each row's last token, see `Runner.call`."""
-        given = {**self.constant, **given}
-        if self.graphs.mode == "native":
-            seen = {name: x.view(self.shapes[name]) for name, x in states.items()}
-            return self.bound.run(phase, given, seen, in_place=True).outputs[0]
-        seen = {name: x.reshape(self.shapes[name]) for name, x in states.items()}
-        ran = self.bound.run(phase, given, seen)
-        page = self.graphs.contract["page_tokens"]
-        pages = (given["batch.slot_mapping"] // page).unique()
-        for name, x in states.items():  # of others' pages nothing: other states share their memory
-            at = given["batch.slots"].long().unique() if ".kda." in name else pages
-            x[at] = ran.states[name].view(x.shape)[at].to(x.dtype)
-        return ran.outputs[0].float()

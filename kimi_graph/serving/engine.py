@@ -110,7 +110,10 @@ class KimiGraphForCausalLM(nn.Module):
         """What `compute_logits` takes, `[N, D]`; on a stage before the last, what the next one reads."""
         if self.bundle is not None:
             assert input_ids is not None, "graphs embed, so the engine gives them ids"
-            return self.bundle.forward(input_ids)
+            before = {} if intermediate_tensors is None else intermediate_tensors.tensors
+            pictures = {} if inputs_embeds is None else {"vision.values": inputs_embeds}
+            made = self.bundle.forward({"tokens": input_ids.long(), **before, **pictures})
+            return made["rows"].to(input_ids.device) if self.bundle.last else IntermediateTensors(made)
         if intermediate_tensors is not None:
             given: Mapping[str, Tensor] = intermediate_tensors.tensors
         elif inputs_embeds is not None:
@@ -133,6 +136,8 @@ class KimiGraphForCausalLM(nn.Module):
 
     def make_empty_intermediate_tensors(self, batch_size: int, dtype: torch.dtype, device: Any) -> IntermediateTensors:
         """Room for what the stage before hands on, `[batch_size, D]` each."""
+        if self.bundle is not None:
+            return IntermediateTensors(self.bundle.room(batch_size, after=0))
         return IntermediateTensors(self._empty(self.place.reads(sparse=True), batch_size, device))
 
     # ---- a step ----
@@ -224,8 +229,8 @@ class KimiGraphHybridForCausalLM(KimiGraphForCausalLM, HasInnerState, IsHybrid):
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig) -> Any:
         config = config_of(vllm_config.model_config.model)
-        if graphs_of(vllm_config) is not None:
-            return all_shapes(config)
+        if (graphs := graphs_of(vllm_config)) is not None:
+            return all_shapes(graphs)
         if ascend.here():
             ascend.fit(vllm_config, config)
         kda = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, KdaConfig))

@@ -15,6 +15,7 @@ from kimi_graph.read_config import parse_config
 from .views import row_parts
 
 MODEL_TYPE = "kimi_graph"
+MOST_PATCHES = "most_patches"  # attribute of a config: that a picture may have, where a bundle sets it
 ARCHITECTURES = {  # by whether the model has KDA layers, and vision
     (False, False): "KimiGraphForCausalLM",
     (True, False): "KimiGraphHybridForCausalLM",

@@ -125,9 +125,13 @@ class Launch:
         if self.mesh != nearest:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
             raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
-        check_mesh(config, self.mesh)
-        if self.graphs is not None and self.mesh.world > 1:
-            raise ConfigError(f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of one rank; nearest tp=1.")
+        if self.graphs is None:
+            check_mesh(config, self.mesh)
+        elif self.mesh != self.graphs.mesh:
+            raise ConfigError(
+                f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of {self.graphs.mesh}; leave it out, or compile "
+                f"one with --mesh {self.mesh}."
+            )
         if self.graphs is not None and self.tiers is not None:
             raise ConfigError("--tiers: a bundle's caches are laid out in another way than tiers know; leave it out.")
         if self.tiers is not None and self.tiers.low is not None and self.mesh.pipe > 1:

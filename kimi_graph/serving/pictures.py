@@ -6,6 +6,7 @@ the picture's size in the prompt (K3), the size goes before the token that opens
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from kimi_graph.vision import SIDE_LIMIT, VisionInput, most_patches, prepare_ima
 
 from . import compat
 from .engine import KimiGraphForCausalLM, KimiGraphHybridForCausalLM, config_of
+from .hf_config import MOST_PATCHES
 
 OPENS, PLACEHOLDER = "<|media_content|>", "<|media_pad|>"
 
@@ -69,8 +71,13 @@ class Info(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
+    @property
+    def most(self) -> int:
+        """Patches that a picture may have."""
+        return getattr(self.get_hf_config(), MOST_PATCHES, None) or most_patches(self.vision)
+
     def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
-        return {"image": tokens_of(self.vision, most_patches(self.vision))}
+        return {"image": tokens_of(self.vision, self.most)}
 
 
 def tokens_of(c: VisionConfig, patches: int) -> int:
@@ -85,7 +92,9 @@ class Dummy(BaseDummyInputsBuilder[Info]):
         return placeholder() * mm_counts.get("image", 0)
 
     def get_dummy_mm_data(self, seq_len: int, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any) -> Any:
-        side = min(SIDE_LIMIT, int(self.info.vision.patch_limit**0.5)) * self.info.vision.patch
+        vision = self.info.vision
+        side = min(SIDE_LIMIT, math.isqrt(min(vision.patch_limit, self.info.most)))
+        side = side // max(vision.merge) * max(vision.merge) * vision.patch
         return {"image": self._get_dummy_images(width=side, height=side, num_images=mm_counts.get("image", 0))}
 
 
@@ -99,6 +108,10 @@ class Pictures(compat.PicturesAlone, BaseMultiModalProcessor[Info]):
 
     def _get_mm_fields_config(self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]) -> Any:
         grid = hf_inputs.get("grid", torch.empty(0, 3, dtype=torch.int64))
+        if (largest := max(grid.prod(-1).tolist(), default=0)) > self.info.most:
+            raise ValueError(
+                f"a picture of {largest:,} patches: the bundle takes at most {self.info.most:,}; scale it."
+            )
         return {
             "patches": MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1)),
             "grid": MultiModalFieldConfig.batched("image"),
@@ -145,6 +158,8 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
     def _embed(self, patches: Tensor, grid: list[int]) -> Tensor:
         frames, rows, columns = grid
         assert self.config.vision is not None
+        if self.bundle is not None:
+            return self.bundle.embed(patches, (frames, rows, columns)).to(patches.device, self.dtype)
         tokens = tokens_of(self.config.vision, rows * columns)
         if self.params.vision is None:  # another stage has the tower; the engine asks all of them as it measures memory
             return patches.new_zeros(tokens, self.config.embed, dtype=self.dtype)
@@ -160,6 +175,8 @@ class KimiGraphForConditionalGeneration(KimiGraphForCausalLM, SupportsMultiModal
         **kwargs: Any,
     ) -> Tensor:
         """`[N]` -> `[N, D]`; embeddings take the places that `is_multimodal` marks."""
+        if self.bundle is not None:
+            return self.bundle.marked(len(input_ids), multimodal_embeddings or (), is_multimodal).to(input_ids.device)
         if multimodal_embeddings is None or not len(multimodal_embeddings):
             return super().embed_input_ids(input_ids)
         assert is_multimodal is not None

@@ -8,6 +8,7 @@ import torch
 import kimi_graph as kg
 from kimi_graph import tree
 from kimi_graph.errors import ConfigError
+from kimi_graph.fixture import make_fixture
 from kimi_graph.taps import collect
 
 ROUNDING = 1e-12  # float64, sums in another order
@@ -208,3 +209,35 @@ def test_a_new_sequence_starts_from_zero_whatever_its_slot_held(config, params, 
     reused = tree.replace(used, lengths=torch.zeros(2, dtype=torch.int64))
     logits, _ = kg.prefill(config, params, tokens, reused)
     assert differ(logits, whole) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """KDA and sparse attention, latent experts: three layers of K3.1-Pro."""
+    config = kg.load_config("kimi-k3.1-pro")
+    folder = make_fixture(config, tmp_path_factory.mktemp("hybrid") / "small", layers=4).folder
+    small = kg.load_config(folder)
+    return small, kg.init_params(small, seed=4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "page, ends", [(384, (383, 384, 385, 767, 768)), pytest.param(1536, (1535, 1536, 1537), marks=pytest.mark.heavy)]
+)
+def test_what_goes_on_at_the_end_of_a_large_page_is_what_was_read_at_once(hybrid, page, ends):  # K6
+    """Pages of TP16 in bfloat16 and of TP8 in fp8: each length cold, resumed with one token left to read, which is a
+    prompt of one, and gone on from by two steps."""
+    config, params = hybrid
+    tokens = torch.randint(config.vocab, (1, ends[-1] + 2), generator=torch.Generator().manual_seed(5))
+    whole, _ = kg.prefill(config, params, tokens, kg.init_state(config, 1, tokens.shape[1], page=tokens.shape[1]))
+    state, read = kg.init_state(config, 1, tokens.shape[1], page=page), 0
+    for end in ends:
+        for stop in sorted({end - 1, end} - {read}):
+            logits, state = kg.prefill(config, params, tokens[:, read:stop], state, last_only=True)
+            assert differ(logits, whole[:, stop - 1]) < ROUNDING, stop
+            read = stop
+        after = state
+        for at in (end, end + 1):
+            logits, after = kg.decode(config, params, tokens[:, at], after)
+            assert differ(logits, whole[:, at]) < ROUNDING, (end, at)
+    cold, _ = kg.prefill(config, params, tokens[:, :page], kg.init_state(config, 1, page, page=page), last_only=True)
+    assert differ(cold, whole[:, page - 1]) < ROUNDING

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import os
 import shutil
 from copy import deepcopy
@@ -15,37 +16,55 @@ from hypothesis import given
 from typer.testing import CliRunner
 
 import kimi_graph as kg
-from kimi_graph import tree
 from kimi_graph.cli import app
 from kimi_graph.compile import torchair_host
 from kimi_graph.compile.buckets import Gear
 from kimi_graph.compile.driver import compile_model
+from kimi_graph.compile.executor.lockstep import run_together
 from kimi_graph.compile.targets import target
+from kimi_graph.compile.verify_ranks import whole_result
 from kimi_graph.errors import BundleError, ConfigError
 from kimi_graph.fixture import make_fixture
-from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
-from kimi_graph.serving.bundles import Choice, Graphs, calls_of, graphs_for, inputs_of, runner_for
+from kimi_graph.serving.bundle_calls import calls_of, inputs_of, is_picture, picture_inputs_of
+from kimi_graph.serving.bundle_runners import Seat, runner_for
+from kimi_graph.serving.bundles import Choice, Graphs, graphs_for
 from kimi_graph.serving.rows import rows_of
+from kimi_graph.vision import VisionInput
 
 PAGE, PAGES = 480, 5  # what two KDA layers need in bfloat16; slots as many as pages
+HALF = 240  # what they need where each rank has half of the heads
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Three layers: KDA and dense, KDA and MoE, MLA and MoE. Read only."""
-    return make_fixture(kg.load_config("kimi-linear-48b"), tmp_path_factory.mktemp("of") / "small", layers=3).folder
+    config = kg.load_config("kimi-linear-48b")
+    return make_fixture(config, tmp_path_factory.mktemp("of") / "small", layers=3, ways=2).folder
+
+
+def bundle_of(checkpoint, out, page, **sizes):
+    """2 rows, sequences of two pages."""
+    compile_model(
+        kg.load_config(checkpoint), target=target("a3"), out=out, checkpoint=checkpoint, batch=2, max_len=2 * page,
+        page=page, pages=PAGES, slots=PAGES, cache_dir=torchair_host.default_cache(os.environ), **sizes,
+    )  # fmt: skip
+    return out
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoint, tmp_path_factory):
-    """Its bundle: 2 rows, chunks of 240, pages of 480. Read only."""
-    out = tmp_path_factory.mktemp("bundles") / "small"
-    compile_model(
-        kg.load_config(checkpoint), target=target("a3"), out=out, checkpoint=checkpoint, batch=2, chunk=240,
-        max_len=2 * PAGE, page=PAGE, pages=PAGES, slots=PAGES, cache_dir=torchair_host.default_cache(os.environ),
-    )  # fmt: skip
-    return out
+    """Its bundle: chunks of 240, pages of 480. Read only."""
+    return bundle_of(checkpoint, tmp_path_factory.mktemp("bundles") / "small", PAGE, chunk=240)
+
+
+@pytest.fixture(scope="module")
+def shared(checkpoint, tmp_path_factory):
+    """A bundle of two stages of two tensor ranks: KDA layers on the first, MLA on the second. Read only."""
+    mesh = Mesh(pipe=2, tensor=2)
+    return bundle_of(checkpoint, tmp_path_factory.mktemp("bundles") / "shared", HALF, chunk=HALF // 2, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +100,21 @@ def test_every_token_is_in_one_call_after_those_before_it(requests, shared):
     assert sorted(seen) == list(range(starts[-1])) and reached == lengths
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=9), st.integers(1, 9), st.data()
+)
+def test_a_call_has_no_more_of_a_pictures_tokens_than_its_graph_takes(requests, most, data):
+    starts, lengths = step(requests)
+    pictured = torch.tensor(data.draw(st.lists(st.booleans(), min_size=starts[-1], max_size=starts[-1])))
+    seen = []
+    for rows in rows_of(starts, lengths):
+        for call in calls_of(rows, SMALL, pictured=pictured, most=most):
+            own = call.at[call.real].tolist()
+            seen += own
+            assert int(pictured[own].sum()) <= most or rows.step
+    assert sorted(seen) == list(range(starts[-1]))
+
+
 @given(REQUESTS)
 def test_where_pages_are_shared_what_a_request_finds_is_written_before_or_with_its_first_call(requests):
     """It finds pages of the tokens before its own; any other request may be who writes them in this step."""
@@ -110,7 +144,7 @@ def test_a_graph_gets_its_own_inputs_and_rows_that_are_left_are_nobodys(graphs):
     (rows,) = rows_of([0, 3], [3])
     (call,) = calls_of(rows, graphs.gears)
     old = torch.tensor([[4, 3, 2]], dtype=torch.int32)  # the sequence has one page; what follows is another's
-    given = inputs_of(call, graphs, torch.tensor([7, 8, 9]), old, torch.tensor([2]))
+    given = inputs_of(call, graphs, {"tokens": torch.tensor([7, 8, 9])}, old, torch.tensor([2]))
     described = {i["name"]: tuple(i["shape"]) for i in graphs.bundle.graph("prefill")["inputs"]}
     assert {name: tuple(x.shape) for name, x in given.items()} == {
         name: shape for name, shape in described.items() if name != "causal_mask"
@@ -121,28 +155,20 @@ def test_a_graph_gets_its_own_inputs_and_rows_that_are_left_are_nobodys(graphs):
     assert given["batch.slot_mapping"][:4].tolist() == [4 * PAGE, 4 * PAGE + 1, 4 * PAGE + 2, 3]
 
 
-def engine_like(graphs, dtype):
-    """Caches as an engine lays them: one block of bytes for each page, rows of all layers or memories of all layers
-    in it, what others left there not a number."""
-    config, page = graphs.config, graphs.contract["page_tokens"]
-    size = page * graphs.row * dtype.itemsize
-    specs = decoder.state_specs(config, slots=PAGES, pages=PAGES, page=page, dtype=dtype)
-    kinds = [layer.kinds[0] for layer in config.layers]
-    raw = torch.full((PAGES, size), 255, dtype=torch.uint8)
-    found, at = {}, 0
-    rows = raw.view(dtype).view(PAGES, page, graphs.row)
-    column = 0
-    for i, (kind, spec) in enumerate(zip(kinds, specs, strict=True)):
-        for leaf, s in tree.items(spec):
-            name = f"s.layers.{i}.{kind}.{leaf}"
-            if kind == "mla":
-                found[name] = rows[..., column : column + s.shape[-1]]
-                column += s.shape[-1]
-                continue
-            count = s.numel // s.shape[0] * s.dtype.itemsize
-            own = raw[:, at : at + count].view(s.dtype)
-            found[name] = own.unflatten(1, s.shape[1:])
-            at += count
+def engine_like(graphs, dtype, stage=0):
+    """Caches of a rank as an engine lays them: one block of bytes for each page, rows of all layers or memories of all
+    layers in it, what others left there not a number."""
+    page, pages = graphs.contract["page_tokens"], graphs.contract["pages"]
+    raw = torch.full((pages, page * graphs.row * dtype.itemsize), 255, dtype=torch.uint8)
+    rows, column, at, found = raw.view(dtype).view(pages, page, graphs.row), 0, 0, {}
+    for name, shape in graphs.states(stage, "mla").items():
+        found[name] = rows[..., column : column + shape[-1]]
+        column += shape[-1]
+    for name, shape in graphs.states(stage, "kda").items():
+        own = torch.float32 if name.endswith(".memory") else dtype
+        count = math.prod(shape[1:]) * own.itemsize
+        found[name] = raw[:, at : at + count].view(own).unflatten(1, shape[1:])
+        at += count
     return raw, found
 
 
@@ -156,8 +182,8 @@ def played(graphs, runner, states, prompts, count):
         starts, lengths = [0, *itertools.accumulate(counts)], [a + b for a, b in zip(before, counts, strict=True)]
         for rows in rows_of(starts, lengths):
             for call in calls_of(rows, graphs.gears):
-                given = inputs_of(call, graphs, torch.tensor(ids), table, slots)
-                found = runner.call(call.gear.phase, given, states)
+                given = inputs_of(call, graphs, {"tokens": torch.tensor(ids)}, table, slots)
+                found = runner.call(call.gear.phase, given, states)["logits"]
                 for request, row in zip(call.requests.tolist(), found, strict=False):
                     logits[request].append(row)
         for own, rows in zip(tokens, logits, strict=True):
@@ -171,14 +197,9 @@ def own_states(graphs):
     return {s["name"]: torch.zeros(s["shape"], dtype=getattr(torch, s["dtype"])) for s in graphs.contract["states"]}
 
 
-def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpoint):
-    """Memories and rows share blocks that held something else: nothing of it is read. The library in float64."""
-    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
-    assert graphs.least_page <= PAGE
-    config = graphs.config
-    prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (241, 5)]
-    runner, (_, states) = runner_for(graphs, checkpoint, torch.device("cpu")), engine_like(graphs, torch.float32)
-    tokens, logits = played(graphs, runner, states, prompts, 3)
+def check_librarys_own(checkpoint, prompts, tokens, logits):
+    """Against the library in float64."""
+    config = kg.load_config(checkpoint)
     params = kg.load_params(checkpoint, config, torch.float64)
     for prompt, own, rows in zip(prompts, tokens, logits, strict=True):
         state = kg.init_state(config, 1, len(prompt) + 3, torch.float64)
@@ -191,10 +212,67 @@ def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpo
                 want, state = kg.decode(config, params, torch.tensor([token]), state)
 
 
+def test_exact_calls_on_an_engines_caches_give_the_models_tokens(folder, checkpoint):
+    """Memories and rows share blocks that held something else: nothing of it is read."""
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    assert graphs.least_page <= PAGE
+    prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (241, 5)]
+    runner, (_, states) = runner_for(graphs, checkpoint, CPU, Seat()), engine_like(graphs, torch.float32)
+    check_librarys_own(checkpoint, prompts, *played(graphs, runner, states, prompts, 3))
+
+
+class Together:
+    """All ranks of a bundle in this process, each with its seat and its caches, in lockstep."""
+
+    def __init__(self, graphs, checkpoint, dtype, caches=engine_like):
+        world, self.ways = graphs.mesh.world, graphs.mesh.tensor
+        self.ranks = [runner_for(graphs, checkpoint, CPU, Seat(rank)) for rank in range(world)]
+        self.states = [caches(graphs, dtype, rank // self.ways)[1] for rank in range(world)]
+
+    def call(self, phase, given, _):
+        plan, crossed = self.ranks[0].plan, {}
+        for first in range(0, len(self.ranks), self.ways):
+            own = range(first, first + self.ways)
+            runs = [self.ranks[r].steps(phase, {**given, **crossed}, self.states[r]) for r in own]
+            gives = run_together(runs, lambda _: [list(range(self.ways))])
+            assert all(torch.equal(x, gives[1][name]) for name, x in gives[0].items() if name != "logits")
+            crossed = gives[0]
+        return {"logits": whole_result(plan, phase, dict(enumerate(gives)))}
+
+
+def test_ranks_of_a_mesh_give_the_models_tokens_on_caches_that_hold_their_part(shared, checkpoint):
+    graphs = Graphs.open(Choice(bundle=shared, mode="exact"), checkpoint)
+    config, mixer = graphs.config, graphs.config.layers[0].mixer
+    assert graphs.mesh == Mesh(pipe=2, tensor=2) and graphs.memories == 2
+    assert dataclasses.replace(graphs, mode="native").least_page == HALF
+    assert graphs.states(0, "mla") == graphs.states(1, "kda") == {}
+    assert graphs.states(0, "kda")["s.layers.0.kda.memory"] == (PAGES, mixer.heads // 2, mixer.value, mixer.key)
+    assert graphs.states(1, "mla")["s.layers.2.mla.latent"] == (PAGES, HALF, config.layers[2].mixer.latent)
+    assert graphs.read_by(0) == {} and graphs.read_by(1) == {"1.x": ((config.embed,), torch.float64)}
+    prompts = [torch.randint(0, config.vocab, (n,)).tolist() for n in (121, 5)]
+    together = Together(graphs, checkpoint, torch.float32)
+    check_librarys_own(checkpoint, prompts, *played(graphs, together, None, prompts, 3))
+
+
+def test_ranks_write_an_engines_caches_where_they_lie_in_native_mode(shared, checkpoint):
+    """To the bit what they give on states of their own."""
+
+    def plain(graphs, dtype, stage):
+        lies = engine_like(graphs, dtype, stage)[1]
+        return None, {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in lies.items()}
+
+    graphs = Graphs.open(Choice(bundle=shared), checkpoint)
+    prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
+    ran = [Together(graphs, checkpoint, torch.bfloat16, caches) for caches in (engine_like, plain)]
+    (_, found), (_, want) = (played(graphs, together, None, prompts, 2) for together in ran)
+    for x, y in zip(itertools.chain(*found), itertools.chain(*want), strict=True):
+        assert torch.equal(x, y) and bool(torch.isfinite(x).all())
+
+
 def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint):
     """With the same numbers as on states of their own, and nothing beside the states."""
     prompts = [torch.randint(0, graphs.config.vocab, (n,)).tolist() for n in (9, 4)]
-    runner = runner_for(graphs, checkpoint, torch.device("cpu"))
+    runner = runner_for(graphs, checkpoint, CPU, Seat())
     (raw, lies), own = engine_like(graphs, torch.bfloat16), own_states(graphs)
     _, logits = played(graphs, runner, lies, prompts, 2)
     _, alone = played(graphs, runner, own, prompts, 2)
@@ -205,6 +283,41 @@ def test_native_calls_write_an_engines_caches_where_they_lie(graphs, checkpoint)
         used = [3, 4] if ".kda." in name else [1, 2]
         at = (slice(None),) if ".kda." in name else (slice(None), slice(4))
         assert torch.equal(x[used][at], own[name][used][at]), name
+
+
+def test_exact_calls_give_the_models_tokens_for_pictures(tmp_path):
+    """Graphs of a smaller table of embeddings than the prompt has: they come in several calls."""
+    checkpoint = make_fixture(kg.load_config("kimi-k2.5"), tmp_path / "of", layers=2).folder
+    folder = bundle_of(checkpoint, tmp_path / "bundle", 32, chunk=16, patches=24)
+    graphs = Graphs.open(Choice(bundle=folder, mode="exact"), checkpoint)
+    config, runner = graphs.config, runner_for(graphs, checkpoint, CPU, Seat())
+    params = kg.load_params(checkpoint, config, torch.float64)
+    assert graphs.patches == 24 and graphs.settings.pictures
+    patches, grids = torch.randn(2, 24, 3 * config.vision.patch**2), ((1, 4, 6), (1, 2, 4))
+    made, want = [], []
+    for x, grid in zip(patches, grids, strict=True):
+        image = VisionInput(patches=x[: math.prod(grid)], grid=grid, size=(0, 0), tokens=math.prod(grid) // 4)
+        (values,) = runner.call("vision", picture_inputs_of(graphs, image.patches, grid), {}).values()
+        made.append(values[: image.tokens])
+        want.append(kg.encode_image(config, params, image))
+        assert torch.allclose(made[-1], want[-1], rtol=0, atol=1e-12)
+    with pytest.raises(ConfigError, match="24"):
+        picture_inputs_of(graphs, torch.zeros(32, 3 * config.vision.patch**2), (1, 4, 8))
+    ids = torch.tensor([5, *[config.vision.placeholder] * 6, 9, *[config.vision.placeholder] * 2, 7])
+    embedded = torch.full((len(ids), config.embed), torch.nan, dtype=torch.float64)
+    embedded[ids == config.vision.placeholder] = torch.cat(made)
+    (rows,) = rows_of([0, len(ids)], [len(ids)])
+    calls = calls_of(rows, graphs.gears, pictured=is_picture(embedded), most=graphs.bundle.graph("prefill")["images"])
+    assert [call.counts.tolist() for call in calls] == [[8], [3]]
+    _, states = engine_like(graphs, torch.float32)
+    values = {"tokens": ids, "vision.values": embedded}
+    for call in calls:
+        given = inputs_of(call, graphs, values, torch.tensor([[1]]), torch.tensor([0]))
+        logits = runner.call("prefill", given, states)["logits"][0]
+    state = kg.init_state(config, 1, len(ids), torch.float64)
+    expected, _ = kg.prefill(config, params, ids[None], state, last_only=True, vision=want)
+    # pictures come in float32, as the caches between calls are
+    assert float((logits - expected[0]).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 # ---- whether they fit ------------------------------------------------------------------------------------------------
@@ -219,7 +332,7 @@ UNFIT = {
     "sequences": ({"sequences": 3}, "buckets.rows is 2, --max-num-seqs 3; lower it to 2"),
     "tokens": ({"tokens": 481}, "tokens of prefill is 480, --max-num-batched-tokens 481; lower it to 480"),
     "tiers": ({"connector": "OffloadingConnector"}, "--kv-transfer-config OffloadingConnector: .* leave it out"),
-    "pictures": ({"pictures": 1}, "--limit-mm-per-prompt image 1; lower it to 0"),
+    "pictures": ({"pictures": 1}, "without phase vision .* is 0, --limit-mm-per-prompt image 1; lower it to 0"),
 }
 
 
@@ -245,7 +358,9 @@ def without(phase):
 
 
 UNCALLED = {
-    "of a mesh": (lambda m: m.update(mesh={"text": "tp=2"}), "mesh is tp=2; an engine calls bundles of one rank"),
+    "of copies of the model": (lambda m: m.update(mesh={"text": "dp=2,tp=2"}), "mesh is dp=2,tp=2; .* --mesh tp=2"),
+    "experts on few ranks": (lambda m: m.update(mesh={"text": "tp=2,ep=1"}), "mesh is tp=2,ep=1; .* --mesh tp=2"),
+    "split caches": (lambda m: m["state"].update(pools=2), "state.pools is 2; .* without --split-cache"),
     "without decode": (without("decode"), "buckets has no decode; .* without --phase"),
     "without prefill": (without("prefill"), "buckets has no prefill"),
     "8-bit caches": (lambda m: m["state"].update(kv_dtype="int8"), "state.kv_dtype is int8; .* --kv-dtype bf16"),
@@ -271,10 +386,13 @@ def test_a_bundle_that_no_engine_can_call_is_refused_with_what_to_compile(graphs
 
 
 def test_memories_that_no_page_holds_are_refused(graphs):
-    config = graphs.config
-    many = dataclasses.replace(config, layers=(*[config.layers[0]] * 9, config.layers[2]))
+    """Of nine layers."""
+    manifest = deepcopy(graphs.bundle.manifest)
+    first = [s for s in manifest["state"]["states"] if s["name"].startswith("s.layers.0.")]
+    more = (s | {"name": s["name"].replace(".0.", f".{i}.")} for i in range(3, 10) for s in first)
+    manifest["state"]["states"].extend(more)
     with pytest.raises(BundleError, match="takes 2,128 tokens; a bundle's pages have at most 1,024"):
-        dataclasses.replace(graphs, config=many).check()
+        dataclasses.replace(graphs, bundle=dataclasses.replace(graphs.bundle, manifest=manifest)).check()
 
 
 @pytest.mark.parametrize(
@@ -312,7 +430,7 @@ def test_a_bundle_that_is_gone_damaged_or_of_another_model_is_refused(folder, ch
 
 def test_nothing_pretends_to_call_a_bundle_on_an_npu(graphs, checkpoint):
     with pytest.raises(BundleError, match="nothing here calls a bundle on meta in an engine"):
-        runner_for(graphs, checkpoint, torch.device("meta"))
+        runner_for(graphs, checkpoint, torch.device("meta"), Seat())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -340,8 +458,17 @@ def test_serving_a_bundle_tells_the_engine_all_its_sizes(folder, checkpoint, tmp
     done = cli(folder, "--max-len", 961)
     assert done.exit_code == 1 and "--max-len 961: expected 1 to 960; nearest 960" in done.output
     done = cli(folder, "--mesh", "tp=2")
-    assert done.exit_code == 1 and "is of one rank; nearest tp=1" in done.output
+    assert done.exit_code == 1 and "small is of tp=1; leave it out, or compile one with --mesh tp=2" in done.output
     done = cli(folder, "--tiers", "host=1GB")
     assert done.exit_code == 1 and "--tiers: a bundle's caches" in done.output
     done = cli(checkpoint, "--checkpoint", checkpoint)
     assert done.exit_code == 1 and "goes with a bundle" in done.output
+
+
+def test_serving_a_bundle_of_a_mesh_starts_its_ranks(shared):
+    for words in ((), ("--mesh", "tp=2,pp=2")):
+        done = cli(shared, *words)
+        assert done.exit_code == 0, done.output
+        assert "--tensor-parallel-size 2 --pipeline-parallel-size 2" in done.output
+    done = cli(shared, "--mesh", "tp=2")
+    assert done.exit_code == 1 and "shared is of pp=2,tp=2; leave it out, or" in done.output

@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 
-from tests.serving.served import ask, counted, differ_at_a_tie, engine
+import kimi_graph as kg
+from kimi_graph.fixture import make_fixture
+from tests.serving.served import Library, ask, counted, differ_at_a_tie, engine
 
 pytestmark = [pytest.mark.serving, pytest.mark.filterwarnings("default")]
 
@@ -73,9 +75,46 @@ def test_a_prompt_of_one_page_is_found_again_without_its_last_token(library, nar
     """A prompt that is cached whole still needs the logits of its last token, and the memory before it."""
     lib = library(HARDEST)
     (prompt,) = lib.prompts(BLOCK, seed=4)
-    rounds(lib, narrow, [prompt], count=4)
+    assert rounds(lib, narrow, [prompt], count=4, times=2) == [[0], [0]]
     cached = rounds(lib, narrow, [prompt + lib.prompts(5, seed=5)[0]], count=4, times=2)
     assert cached[1] == [BLOCK]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Four layers of the hardest model: three of KDA and one of sparse attention."""
+    config = kg.load_config(HARDEST)
+    return Library(make_fixture(config, tmp_path_factory.mktemp("small") / "small", layers=4).folder)
+
+
+@pytest.mark.parametrize("page, lengths", [(384, (383, 384, 385, 767, 768)), (1536, (1535, 1536, 1537))])
+def test_large_pages_end_where_they_end_cold_and_resumed(small, page, lengths):  # K6
+    """Of TP16 in bfloat16 and of TP8 in fp8. Each length, and one and two tokens more, by itself and found again: one
+    token over a page, one is left to read."""
+    (whole,) = small.prompts(lengths[-1] + 2, seed=12)
+    with engine(small.folder, block_size=page, max_model_len=2048) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size == page
+        for length in lengths:
+            llm.reset_prefix_cache()
+            for more in range(3):
+                _, again = rounds(small, llm, [whole[: length + more]], count=3, times=2)
+                assert again == [(length + more - 1) // page * page]
+
+
+def test_memories_may_be_kept_at_every_pages_end(folder, library):
+    """Else vLLM 0.32 keeps the one below a prompt's last token alone: not that of a prompt of one page, which the next
+    turn goes on from, nor what decoding passes."""
+    from vllm.config import CacheConfig
+
+    if "prefix_cache_retention_interval" not in CacheConfig.__dataclass_fields__:
+        pytest.skip("0.27 keeps them all")
+    lib = library(HARDEST)
+    first, tail, begun = lib.prompts(BLOCK, 5, BLOCK - 10, seed=13)
+    with engine(folder(HARDEST), prefix_cache_retention_interval=BLOCK) as llm:
+        rounds(lib, llm, [first], count=4, times=1)
+        assert rounds(lib, llm, [first + tail], count=4, times=1) == [[BLOCK]]
+        (answer,) = ask(llm, [begun], 30)
+        assert rounds(lib, llm, [begun + answer.tokens + tail], count=4, times=1) == [[BLOCK]]
 
 
 def test_requests_that_read_what_others_write_in_the_same_step_are_right(folder, library):
