@@ -72,6 +72,15 @@ def tokenizer_mode(mode: str, made_by: type) -> None:
         RENDERER_REGISTRY.register(mode, "vllm.renderers.hf", "HfRenderer")
 
 
+def size_pages_by(row: int, model_config: Any) -> None:
+    """Have the engine make pages as large as memories by rows of so many numbers. 0.32 asks the backend for them
+    (`customize_spec`), 0.27 takes keys and values of one head of the model's config."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    if not hasattr(AttentionBackend, "customize_spec"):
+        model_config.model_arch_config.head_size = row // 2
+
+
 # ---- tiers: 0.27 calls a block what is a chunk in 0.32 ----
 
 

@@ -32,11 +32,13 @@ class BundleHook:
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         """Refuse a bundle that does not fit; have requests refused that its graphs cannot answer."""
+        from . import compat
         from .bundle_settings import graphs_of
         from .hf_config import MOST_PATCHES
 
         if (graphs := graphs_of(vllm_config)) is not None:
             model = vllm_config.model_config
+            compat.size_pages_by(graphs.row, model)
             setattr(model.hf_config, MOST_PATCHES, graphs.patches)
             model.logits_processors = [*(model.logits_processors or ()), f"{__package__}.bundle_caches:LastTokenAlone"]
 

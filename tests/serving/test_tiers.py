@@ -147,6 +147,20 @@ def test_files_stay_within_their_bound_and_the_tokens_right(folder, library, tmp
         assert 0 < sum(f.stat().st_size for f in files) <= most
 
 
+def test_files_that_cannot_be_read_are_computed_again(folder, library, tmp_path):
+    """They are found, so the request waits for them, and must not wait for ever."""
+    lib, tiers = library("deepseek-v3.2"), f"host=64MB,file={tmp_path}"
+    prompts = lib.prompts(300, 200, seed=20)
+    with tiered(folder("deepseek-v3.2"), tiers) as llm:
+        asked(lib, llm, prompts, 2)
+    files = list(tmp_path.rglob("*.bin"))
+    assert len(files) == 3
+    for file in files:
+        file.write_bytes(b"short")
+    with tiered(folder("deepseek-v3.2"), tiers) as llm:
+        assert asked(lib, llm, prompts, 2) == [0, 0]
+
+
 def test_a_connector_that_loads_by_layer_is_asked_before_each_and_told_after_all(folder, library):
     """Its pages come when a layer is waited for and not before, so that a layer not waited for would read others."""
     from tests.serving.by_layer import CALLS, KEPT
