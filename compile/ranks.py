@@ -203,6 +203,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
+        """Of the bundle."""
         return self.layout.mesh
 
     def stages(self, phase: str) -> list[int]:
@@ -215,13 +216,19 @@ class Plan:
         return range(stage * world, (stage + 1) * world)
 
     def stage_of(self, rank: int) -> int:
+        """The pipeline stage of a rank."""
         return rank // self.mesh.stage.world
 
     def rules(self, phase: str) -> Rules:
+        """Where axes lie in a phase."""
         return self.layout.rules(phase)
 
     def groups(self) -> Groups:
-        """Rank lists of a group, as the manifest has them."""
+        """Rank lists of a group, as the manifest has them.
+
+        Raises:
+            BundleError: when it is asked for a group that the manifest does not have.
+        """
         known = self.bundle.manifest["mesh"]["groups"]
 
         def ranks(name: str) -> list[list[int]]:
@@ -238,7 +245,7 @@ class Plan:
 
     @functools.cached_property
     def tables(self) -> dict[int, Table]:
-        """Where the copies of experts are, by layer: as in weights that were made ahead, else for loads that are skewed
+        """Where the copies of experts are, by layer, as in weights that were made ahead, else for loads that are skewed
         and differ by layer."""
         if self.written is not None:
             ways = self.rules("decode").ways("experts")

@@ -99,7 +99,15 @@ class MeshSide:
 
 
 def whole_result(plan: Plan, phase: str, gives: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
-    """The first result of the last stage's ranks, put together; `gives`: by place in the stage."""
+    """The first result of the last stage's ranks, put together: logits `[B, V]`, or a picture's embeddings `[N, D]`.
+
+    Args:
+        gives: results of each rank by name, by its place in the stage.
+
+    Raises:
+        BundleError: parts of the ranks do not fit together.
+        VerifyError: ranks differ in what all of them have; a token that pads the vocabulary could be chosen.
+    """
     entry = next(results(plan, phase))
     parts = [gives[place][entry["name"]] for place in range(plan.mesh.stage.world)]
     whole = _gathered(plan, entry["name"], parts, entry["over"])

@@ -1,6 +1,5 @@
 """Commands that run a bundle, or write what hosts run."""
 
-import json
 import os
 import shlex
 import time
@@ -169,9 +168,7 @@ def serve(
     ] = None,
     max_len: Annotated[
         int | None,
-        typer.Option(
-            "--max-len", metavar="N", help="Longest sequence in tokens. Default: what the cache has room for."
-        ),
+        typer.Option("--max-len", metavar="N", help="Longest sequence in tokens. Default: as the cache has room."),
     ] = None,
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Where it listens; 0.0.0.0 is everywhere, and it has no password.")

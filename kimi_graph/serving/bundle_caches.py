@@ -149,6 +149,9 @@ class BundleSide:
 
         Args:
             values: `tokens` `[N]`, what the stage before has given, `vision.values` of `marked`.
+
+        Raises:
+            BundleError: results of the ranks do not fit together.
         """
         count = len(values["tokens"])
         self.logits = torch.full((1, self.graphs.config.vocab), torch.nan)

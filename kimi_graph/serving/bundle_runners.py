@@ -129,7 +129,7 @@ class Caches:
 
     @property
     def native(self) -> bool:
-        """Whether graphs write them where they lie: in exact mode they compute in another dtype."""
+        """Whether graphs write them where they lie; in exact mode they compute in another dtype."""
         return self.graphs.mode == "native"
 
     def read(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -191,7 +191,7 @@ class Graphs:
 
     @property
     def patches(self) -> int:
-        """That the graph of pictures takes; 0: there is none."""
+        """That the graph of pictures takes; 0 where there is none."""
         return max((gear.tokens for gear in self.gears.get("vision", ())), default=0)
 
     @property

@@ -61,6 +61,7 @@ OWN_NAMES = {  # flags of the engine that have another name here
     "--trust-remote-code": "--trust-remote-code",
 }
 CPU_CACHE = 4 * 2**30  # bytes; without a size, vLLM's CPU build takes nine tenths of the machine's memory
+STANDARD_ERROR = 2  # as the system counts; what stands for it in Python may be no file
 MOST_WAIT_S = 1800  # until it is healthy
 
 
@@ -249,7 +250,7 @@ class Launch:
         self.check_here()
         given = {**environment, **self.variables(environment)}
         # What it says goes to standard error: results are ours.
-        process = subprocess.Popen(self.command, env=given, stdout=sys.stderr.fileno(), start_new_session=True)
+        process = subprocess.Popen(self.command, env=given, stdout=STANDARD_ERROR, start_new_session=True)
         guard = _guarded(process)
         try:
             yield process
