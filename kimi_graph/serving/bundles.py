@@ -266,8 +266,8 @@ class Graphs:
         page, slots, pages = state["page_tokens"], state["slots"], state["pages"]
         if least > MOST_PAGE:
             raise BundleError(
-                f"{where}: a page of the engine holds the memories of all KDA layers, which takes {least:,} tokens; a "
-                f"bundle's pages have at most {MOST_PAGE:,}."
+                f"{where}: a page of the engine holds the memories of all KDA layers of a rank, which takes {least:,} "
+                f"tokens; a bundle's pages have at most {MOST_PAGE:,}.{self._mesh_with_room()}"
             )
         for fault in (
             page < least and f"state.page_tokens is {page}; a page holds all memories from {least} on",
@@ -287,13 +287,27 @@ class Graphs:
     @property
     def least_page(self) -> int:
         """Tokens whose rows take as many bytes as the memories of a sequence, on any rank."""
+        return self._least_page(self.mesh.tensor)
+
+    def _least_page(self, ways: int) -> int:
+        """The same with so many tensor ranks, which share the heads of memories and all have whole rows."""
         row, memory = self.row * self.settings.dtype.itemsize, 0
         if self.memories:
-            mixer = next(m for m in (layer.mixer for layer in self.config.layers) if isinstance(m, KdaConfig))
-            specs = tree.leaves(kda_state_specs(mixer, 1, self.settings.dtype))
+            specs = tree.leaves(kda_state_specs(self._kda, 1, self.settings.dtype))
             each = sum(s.numel * (s.dtype or self.settings.dtype).itemsize for s in specs)
-            memory = self.memories * each // self.mesh.tensor
+            memory = self.memories * each // ways
         return -(-memory // (row * LEAST_PAGE)) * LEAST_PAGE
+
+    @property
+    def _kda(self) -> KdaConfig:
+        return next(m for m in (layer.mixer for layer in self.config.layers) if isinstance(m, KdaConfig))
+
+    def _mesh_with_room(self) -> str:
+        """The fewest tensor ranks of which each has few enough memories, in words."""
+        for ways in range(self.mesh.tensor + 1, self._kda.heads + 1):
+            if self._kda.heads % ways == 0 and self._least_page(ways) <= MOST_PAGE:
+                return f" With --mesh tp={ways} of compile it takes {self._least_page(ways):,}."
+        return ""
 
     # ---- on a mesh ----
 
