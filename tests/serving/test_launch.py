@@ -17,6 +17,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from kimi_graph.errors import KimiGraphError
 from kimi_graph.parallel import Mesh
@@ -304,18 +305,22 @@ class TestServer:
         assert said(client, "hello").usage.completion_tokens
 
     def test_a_prompt_may_be_as_long_as_the_limit_leaves_room_for_and_no_longer(self, client):
-        """An answer to a prompt of ids ends at the limit, whatever was asked for."""
+        """An answer to a prompt of ids ends at the limit, whatever was asked for; 0.27 refuses to be asked for more."""
 
         def asked(length, count):
             return client.completions.create(model="k31", prompt=[7] * length, max_tokens=count, temperature=0)
 
         import openai
+        from vllm import __version__
 
-        for count in (1, 2):
-            assert asked(511, count).usage.total_tokens == 512
-        for length in (512, 513):
+        refused = [(512, 1), (513, 1)]
+        if Version(__version__) < Version("0.28"):
+            refused.append((511, 2))
+        else:
+            assert asked(511, 2).usage.total_tokens == 512
+        for length, count in refused:
             with pytest.raises(openai.BadRequestError):
-                asked(length, 1)
+                asked(length, count)
         assert asked(511, 1).usage.total_tokens == 512
 
     def test_a_tool_is_called_with_arguments_of_its_schema(self, client):
