@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from packaging.version import Version
 
 import kimi_graph as kg
 from kimi_graph.fixture import make_fixture
@@ -90,7 +91,11 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize("page, lengths", [(384, (383, 384, 385, 767, 768)), (1536, (1535, 1536, 1537))])
 def test_large_pages_end_where_they_end_cold_and_resumed(small, page, lengths):  # K6
     """Of TP16 in bfloat16 and of TP8 in fp8. Each length, and one and two tokens more, by itself and found again: one
-    token over a page, one is left to read."""
+    token over a page, one is left to read. Of a prompt of whole pages 0.27 keeps the memory at its end alone, which
+    would leave none to read; 0.32 keeps the one before it too."""
+    from vllm import __version__
+
+    old = Version(__version__) < Version("0.28")
     (whole,) = small.prompts(lengths[-1] + 2, seed=12)
     with engine(small.folder, block_size=page, max_model_len=2048) as llm:
         assert llm.llm_engine.vllm_config.cache_config.block_size == page
@@ -98,7 +103,9 @@ def test_large_pages_end_where_they_end_cold_and_resumed(small, page, lengths): 
             llm.reset_prefix_cache()
             for more in range(3):
                 _, again = rounds(small, llm, [whole[: length + more]], count=3, times=2)
-                assert again == [(length + more - 1) // page * page]
+                count = length + more
+                expected = [(count - 1) // page * page]
+                assert again == expected or (old and count % page == 0 and again == [0])
 
 
 def test_memories_may_be_kept_at_every_pages_end(folder, library):
