@@ -105,7 +105,7 @@ def test_another_model_is_named_by_its_fields(compile_small, bundle, tmp_path):
     other = make_fixture(config, tmp_path / "other", layers=4).folder
     compile_small(tmp_path / "b", model=other, checkpoint=other)
     found = diff_bundles(bundle, tmp_path / "b")
-    assert found.changes[0].what == "layers: there are 4, were 3"
+    assert found.changes[0].what == "the number of layers is 4, was 3"
     assert found.changes[0].matters == "it is another model"
 
 

@@ -37,7 +37,7 @@ def test_what_a_bundle_is_for_is_accepted(bundle, small, on_mesh):
         ({"cann": "9.2"}, r"target\.cann is 9\.1, expected 9\.2"),
         ({"mesh": "none"}, r"mesh is pp=3,tp=2, expected none"),
         ({"mesh": "pp=2,tp=2"}, r"mesh is pp=3,tp=2, expected pp=2,tp=2"),
-        ({"model": "kimi-linear-48b"}, r"another model than kimi-linear-48b: there layers: there are 27, were 3"),
+        ({"model": "kimi-linear-48b"}, r"another model than kimi-linear-48b: there the number of layers is 27, was 3"),
         ({"model": "kimi-k3"}, "made for another model than kimi-k3"),
     ],
     ids=str,
@@ -82,7 +82,7 @@ def test_other_weights_of_the_model_and_other_token_ids_are_taken(bundle, tmp_pa
 
 def test_a_checkpoint_of_another_size_is_refused_by_its_config(bundle, tmp_path):
     other = make_fixture(load_config("kimi-linear-48b"), tmp_path / "other", layers=4).folder
-    with pytest.raises(BundleError, match=r"another model than .*other: there layers: there are 4, were 3"):
+    with pytest.raises(BundleError, match=r"another model than .*other: there the number of layers is 4, was 3"):
         verify_bundle(bundle, checkpoint=other)
 
 

@@ -76,7 +76,7 @@ def test_a_weight_that_a_rank_does_not_hold_is_refused(family_bundle):
 
 
 FOR_ELSE = {
-    "model": ({"model": "kimi-k3"}, "made for another model than kimi-k3: there layers: there are 93, were 8"),
+    "model": ({"model": "kimi-k3"}, "made for another model than kimi-k3: there the number of layers is 93, was 8"),
     "target": ({"target": "a3"}, r"manifest\.json: target\.name is 950dt, expected a3"),
     "cann": ({"cann": "9.1"}, r"manifest\.json: target\.cann is 9\.2, expected 9\.1"),
     "torch-npu": ({"torch_npu": "2.9.0"}, r"manifest\.json: made_by\.torch_npu is 2\.\S+, expected 2\.9\.0"),

@@ -508,7 +508,7 @@ def test_a_damaged_local_json_is_explained(copy):
 
 def test_a_checkpoint_of_another_model_is_refused(bundle, tmp_path):
     other = make_fixture(PRESET, tmp_path / "other", layers=2).folder
-    with pytest.raises(BundleError, match=r"made for another model than .*: there layers: there are 2, were 3"):
+    with pytest.raises(BundleError, match=r"made for another model than .*: there the number of layers is 2, was 3"):
         verify_bundle(bundle, checkpoint=other)
 
 
