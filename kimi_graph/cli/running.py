@@ -225,6 +225,8 @@ def serve(
         flags=tuple(flags or ()),
         quiet=manner.get().quiet,
     )
+    if not dry_run:
+        launch.check_here()
     given = launch.variables(os.environ)
     words = shlex.join(["env", *(f"{variable}={value}" for variable, value in given.items()), *launch.command])
     if dry_run or not launch.quiet:
@@ -241,4 +243,6 @@ def serve(
         took = time.monotonic() - begun
         answers = {"name": launch.name, "address": f"{launch.address}/v1", "seconds": round(took, 1)}
         announce(f"{launch.name} answers on {launch.address}/v1 after {took:.0f} s", answers)
-        fail(f"the server ended by itself, with exit code {process.wait()}; what it said is above.")
+        fail(
+            f"the server ended though nobody had asked it to (its exit code: {process.wait()}); what it said is above."
+        )

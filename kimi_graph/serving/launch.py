@@ -167,7 +167,7 @@ class Launch:
 
     @property
     def _own_command(self) -> list[str]:
-        words = [sys.executable, "-m", SERVER, "--model", str(self.folder), "--served-model-name", self.name]
+        words = [sys.executable, "-m", SERVER, "--model", str(self.folder.resolve()), "--served-model-name", self.name]
         words += ["--host", self.host, "--port", str(self.port), "--enable-prefix-caching"]
         # Said, it stays: left out, vLLM 0.32's CPU platform puts its default back into the scheduler's config after
         # pages have got the size of a memory, prompts are read in parts whose ends no page has, and no memory is kept.
@@ -197,7 +197,7 @@ class Launch:
         if ranks > 1:
             own["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(_cores(), ranks)
         if self.quiet:
-            own["VLLM_LOGGING_LEVEL"] = "ERROR"
+            own |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         return {name: value for name, value in own.items() if name not in environment}
 
     @property
@@ -210,8 +210,9 @@ class Launch:
 
         Raises:
             CheckpointError: weights or tokenizer are missing or are not the model's. Weights are not read.
-            KimiGraphError: the port is in use, or a tier has no room or may not be written.
+            KimiGraphError: vLLM is not installed, the port is in use, or a tier has no room or may not be written.
         """
+        check_engine()
         self._check_port()
         if self.tiers is not None:
             self.tiers.check_room()
@@ -243,11 +244,9 @@ class Launch:
         """The server's process; it ends, with all that it started, when the context does, or this process by whatever.
 
         Raises:
-            KimiGraphError: vLLM is not installed; see `check_here`.
+            KimiGraphError: vLLM is not installed.
         """
-        if importlib.util.find_spec("vllm") is None:
-            raise KimiGraphError(MISSING)
-        self.check_here()
+        check_engine()
         given = {**environment, **self.variables(environment)}
         # What it says goes to standard error: results are ours.
         process = subprocess.Popen(self.command, env=given, stdout=STANDARD_ERROR, start_new_session=True)
@@ -285,6 +284,16 @@ def _what_instead(path: Path) -> str:
         if str(path) in presets()
         else "no folder"
     )
+
+
+def check_engine() -> None:
+    """Whether there is an engine.
+
+    Raises:
+        KimiGraphError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise KimiGraphError(MISSING)
 
 
 def is_cpu_build() -> bool:

@@ -5,6 +5,7 @@ Nothing here imports the engine before it asks for a tokenizer.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def check_tokenizer(folder: Path, *, trusted: bool) -> None:
         try:
             Tokenizer.from_file(str(folder / TOKENIZER))
         except Exception as error:  # it raises that and no other
-            raise CheckpointError(f"{folder / TOKENIZER}: no tokenizer that can be read ({error}).") from None
+            why = re.sub(r" \(os error \d+\)", "", str(error))
+            raise CheckpointError(f"{folder / TOKENIZER}: no tokenizer that can be read ({why}).") from None
         return
     if not is_released(folder):
         raise CheckpointError(f"{folder}: no {TOKENIZER} and no {RANKS}; the server needs the checkpoint's tokenizer.")

@@ -34,6 +34,11 @@ def as_released(folder, out, *, template=True):
     return out
 
 
+@pytest.fixture(autouse=True)
+def _an_engine(monkeypatch):
+    monkeypatch.setattr("kimi_graph.serving.launch.check_engine", lambda: None)
+
+
 def launch(folder, **changes):
     given = {"folder": folder, "name": "k", "host": "127.0.0.1", "port": 8123, "max_len": 512, "mesh": Mesh()}
     return Launch(**given | changes)

@@ -4,15 +4,16 @@ import hashlib
 import json
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import ConfigError
-from kimi_graph.files import check_writable
 
 POLICIES = ("lru", "arc")  # of shared memory: what leaves it first
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 CODES = ("int8", "fp8")  # of attention pages in files
 SHARED = Path("/dev/shm")
 LEAST = 10**6  # bytes of a tier: less has room for no page
@@ -68,7 +69,7 @@ class Tiers:
         return Tiers(host=size_of(given["host"]), policy=policy, files=files, most=most, low=low)
 
     def check_room(self) -> None:
-        """Hold the tiers against this machine.
+        """Hold the tiers against this machine; makes the folder of files.
 
         Raises:
             KimiGraphError: shared memory is smaller than asked for; the folder may not be written.
@@ -76,7 +77,12 @@ class Tiers:
         if SHARED.is_dir() and self.host > (there := shutil.disk_usage(SHARED).total):
             raise ConfigError(f"--tiers host={self.host / 1e9:g}GB: {SHARED} has {there / 1e9:.1f} GB in all.")
         if self.files is not None:
-            check_writable(self.files / "page")
+            try:
+                self.files.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.files):
+                    pass
+            except OSError as error:
+                raise ConfigError(f"--tiers file={self.files}: {error.strerror}; choose another place.") from None
 
     def engine_config(self, checkpoint: Path) -> dict[str, Any]:
         """The engine's `--kv-transfer-config`.
@@ -121,7 +127,7 @@ def size_of(text: str, flag: str = "--tiers") -> int:
     unit = UNITS.get(found[2].upper()) if found else None
     size = int(float(found[1]) * unit) if found and unit else 0
     if size < LEAST:
-        raise ConfigError(f"{flag}: {text!r} is no size; expected 1MB or more with its unit, as 4GB or 512MiB.")
+        raise ConfigError(f"{flag}: {text!r}; expected 1MB or more in KB, MB, GB, TB or KiB to TiB, as 4GB or 512MiB.")
     return size
 
 
