@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .read_config import read_json
-from .tokenizer import BYTES, TOKENIZER, TOKENIZER_CONFIG, byte_letters
+from .tokenizer import BYTES, TOKENIZER, TOKENIZER_CONFIG, byte_letters, byte_level
 
 RANKS, TEMPLATE = "tiktoken.model", "chat_template.jinja"
 PATTERN, RESERVED = "pat_str", "num_reserved_special_tokens"  # names in the checkpoint's Python
@@ -44,30 +44,8 @@ def released_tokenizer(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     added = list(_added(about, len(ranks), reserved))
     letters = byte_letters()
     vocabulary = {_as_letters(token, letters): rank for token, rank in ranks.items()}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    made = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]},
-        "post_processor": None,
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token is that token, however its parts would merge
-            "vocab": vocabulary,
-            "merges": [[_as_letters(x, letters) for x in pair] for pair in merges_of(ranks)],
-        },
-    }
+    merges = [[_as_letters(x, letters) for x in pair] for pair in merges_of(ranks)]
+    made = byte_level(added, vocabulary, merges, pattern)
     texts = {name: _text(about[name]) for name in NAMED if about.get(name) is not None}
     kept = {name: about[name] for name in ("model_max_length", "chat_template") if about.get(name) is not None}
     if (folder / TEMPLATE).is_file():

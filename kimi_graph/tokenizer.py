@@ -50,19 +50,30 @@ def byte_letters() -> list[str]:
     return [chr(b if b in printed else next(rest)) for b in range(BYTES)]
 
 
-def chat_tokenizer(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Contents of tokenizer.json and tokenizer_config.json, for a vocabulary of 256 bytes and then special tokens."""
-    special = special_tokens(config)
-    assert len(special) >= len(CHAT) + 1 and min(special) >= BYTES, special
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+def byte_level(
+    added: list[dict[str, Any]],
+    vocabulary: dict[str, int],
+    merges: list[list[str]] | None = None,
+    pattern: str | None = None,
+) -> dict[str, Any]:
+    """Contents of tokenizer.json for a byte-pair encoding of letters that stand for bytes.
+
+    Args:
+        added: special tokens, as the file has them.
+        vocabulary: ids of the other tokens.
+        merges: pairs of tokens that make one, first merged first. With some, a piece of text that is a token is that
+            token, however its parts would merge.
+        pattern: by which text is cut into pieces before; None: it is one piece.
+    """
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": at, "content": text, **flags} for at, text in special.items()],
+        "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": level,
+        "pre_tokenizer": level if pattern is None else {"type": "Sequence", "pretokenizers": [split, level]},
         "post_processor": None,
         "decoder": level,
         "model": {
@@ -73,11 +84,20 @@ def chat_tokenizer(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {letter: b for b, letter in enumerate(byte_letters())},
-            "merges": [],
+            "ignore_merges": bool(merges),
+            "vocab": vocabulary,
+            "merges": merges or [],
         },
     }
+
+
+def chat_tokenizer(config: ModelConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Contents of tokenizer.json and tokenizer_config.json, for a vocabulary of 256 bytes and then special tokens."""
+    special = special_tokens(config)
+    assert len(special) >= len(CHAT) + 1 and min(special) >= BYTES, special
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": at, "content": text, **flags} for at, text in special.items()]
+    tokenizer = byte_level(added, {letter: b for b, letter in enumerate(byte_letters())})
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.max_len,

@@ -6,6 +6,7 @@ where the package is the CPU build, which has another name.
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from kimi_graph.checkpoint import Checkpoint, audit
+from kimi_graph.config import ModelConfig
 from kimi_graph.errors import ConfigError, KimiGraphError
 from kimi_graph.models import decoder
 from kimi_graph.parallel import Mesh
@@ -127,8 +129,7 @@ class Launch:
             raise ConfigError(f"{self.folder}: a bundle; expected the checkpoint folder that it was compiled from.")
         if not self.folder.is_dir():
             raise ConfigError(f"{self.folder}: {_what_instead(self.folder)}; the engine serves checkpoint folders.")
-        config = load_config(self.folder)
-        longest = config.max_len if self.graphs is None else self.graphs.settings.length
+        longest = self.config.max_len if self.graphs is None else self.graphs.settings.length
         if self.max_len is not None and not 1 <= self.max_len <= longest:
             nearest = 1 if self.max_len < 1 else longest
             raise ConfigError(f"--max-len {self.max_len:,}: expected 1 to {longest:,}; nearest {nearest:,}.")
@@ -139,7 +140,7 @@ class Launch:
             words = "the engine's ranks are stages and tensor ranks, which share out experts"
             raise ConfigError(f"--mesh {self.mesh}: {words}; nearest {nearest}.")
         if self.graphs is None:
-            check_mesh(config, self.mesh)
+            check_mesh(self.config, self.mesh)
         elif self.mesh != self.graphs.mesh:
             raise ConfigError(
                 f"--mesh {self.mesh}: {self.graphs.bundle.folder} is of {self.graphs.mesh}; leave it out, or compile "
@@ -160,6 +161,11 @@ class Launch:
                 words = f"say {here}, before --" if here else "serve gives it to the engine itself; leave it out"
                 raise ConfigError(f"-- {word}: {words}.")
 
+    @functools.cached_property
+    def config(self) -> ModelConfig:
+        """Of the model in the folder."""
+        return load_config(self.folder)
+
     @property
     def command(self) -> list[str]:
         """The server's command line."""
@@ -175,7 +181,7 @@ class Launch:
         # vLLM 0.32 makes what later stages receive in a warm-up that an eager CPU skips; nothing of ours is compiled.
         # With pictures, the warm-up would embed the largest one there is: it serves to measure a device's memory.
         words += ["--enforce-eager"] if self.mesh.pipe == 1 else ["--skip-mm-profiling"] if is_cpu_build() else []
-        words += tokenizer_flags(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
+        words += tokenizer_flags(self.folder, self.config.model_type, trusted=self.trusted)
         longest = None if self.graphs is None else self.graphs.settings.length
         words += ["--max-model-len", str(self.max_len or longest or "auto")]
         cache = CPU_CACHE if self.cache is None and is_cpu_build() else self.cache
@@ -203,7 +209,7 @@ class Launch:
     @property
     def note(self) -> str | None:
         """What a user has to know before asking the server, if there is anything."""
-        return chat_note(self.folder, load_config(self.folder).model_type, trusted=self.trusted)
+        return chat_note(self.folder, self.config.model_type, trusted=self.trusted)
 
     def check_here(self) -> None:
         """Refuse what the server would end of on this machine, minutes later and in other words.
@@ -216,8 +222,8 @@ class Launch:
         self._check_port()
         if self.tiers is not None:
             self.tiers.check_room()
-        config, checkpoint = load_config(self.folder), Checkpoint.open(self.folder)
-        audit(decoder.model_specs(config), checkpoint, config.dtype, config).check()
+        checkpoint = Checkpoint.open(self.folder)
+        audit(decoder.model_specs(self.config), checkpoint, self.config.dtype, self.config).check()
         check_tokenizer(self.folder, trusted=self.trusted)
         check_generation(self.folder)
 

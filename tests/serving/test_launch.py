@@ -132,6 +132,13 @@ def test_what_the_user_has_set_is_left_and_not_said_again(tiny):
     assert launch(tiny, quiet=True).variables({})["VLLM_LOGGING_LEVEL"] == "ERROR"
 
 
+def test_the_checkpoint_is_named_the_same_from_everywhere(tiny, monkeypatch):
+    """The engine marks the files of tiers with the path that it is given."""
+    monkeypatch.chdir(tiny.parent)
+    command = launch(Path(tiny.name)).command
+    assert command[command.index("--model") + 1] == str(tiny.resolve())
+
+
 def test_the_longest_sequence_is_what_the_cache_has_room_for_unless_it_is_said(tiny):
     command = launch(tiny, max_len=None, cache=10**9).command
     assert command[command.index("--max-model-len") + 1] == "auto"

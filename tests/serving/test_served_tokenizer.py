@@ -2,16 +2,18 @@
 """A checkpoint whose tokenizer comes as ranks and code is served as one with a tokenizer.json; no code of it is run."""
 
 import json
+import random
 import shutil
 
 import pytest
 
 from kimi_graph.errors import CheckpointError
 from kimi_graph.parallel import Mesh
+from kimi_graph.released_tokenizer import released_tokenizer
 from kimi_graph.serving.launch import Launch
 from kimi_graph.tokenizer import BYTES
 from tests.serving.served import ask, engine
-from tests.test_released_tokenizer import write
+from tests.test_released_tokenizer import PIECES, TEXTS, backend, trained, write
 
 RANKS = {bytes([b]): b for b in range(BYTES)}
 
@@ -79,6 +81,23 @@ def test_what_a_server_would_end_of_is_refused_before_it_starts(tiny, tmp_path):
     weights.unlink()
     with pytest.raises(CheckpointError):
         launch(released, trusted=True).check_here()
+
+
+@pytest.mark.serving
+def test_ids_are_those_of_the_engine_that_the_pattern_is_written_for(tmp_path):
+    import tiktoken
+
+    ranks = trained(300)
+    folder = write(tmp_path, ranks)
+    special = {entry["content"]: entry["id"] for entry in released_tokenizer(folder)[0]["added_tokens"]}
+    judge = tiktoken.Encoding("kimi", pat_str="|".join(PIECES), mergeable_ranks=ranks, special_tokens=special)
+    tokenizer = backend(folder)
+    draw = random.Random(1)
+    letters = "aAzZ  \t\n\r.,'é中文字アЖ09५🙂‍s"
+    made_up = ("".join(draw.choice(letters) for _ in range(draw.randint(1, 40))) for _ in range(2000))
+    for text in (*TEXTS, *made_up):
+        assert tokenizer.encode(text).ids == judge.encode(text, allowed_special="all"), text
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
 @pytest.mark.serving

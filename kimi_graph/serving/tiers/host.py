@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, Offloa
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kimi_graph.serving import compat
+from kimi_graph.serving.warden import SHARED
 
 compat.name_tier("Files", f"{__package__}.files")
 
@@ -83,7 +84,7 @@ def check_places(caches: CanonicalKVCaches) -> None:
 
 def agreed(config: Any) -> Path:
     """Where the ranks of an engine leave the bytes of a page on that which has the most layers, for its scheduler."""
-    return Path(f"/dev/shm/kimi_graph_{config.engine_id}.bytes")
+    return SHARED / f"kimi_graph_{config.engine_id}.bytes"
 
 
 def agree(config: Any) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from kimi_graph.errors import ConfigError
+from kimi_graph.serving.warden import SHARED
 
 POLICIES = ("lru", "arc")  # of shared memory: what leaves it first
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 CODES = ("int8", "fp8")  # of attention pages in files
-SHARED = Path("/dev/shm")
 LEAST = 10**6  # bytes of a tier: less has room for no page
 EXAMPLE = "host=4GB,file=DIR:100GB,policy=lru"
 SAMPLE = 1 << 16  # bytes of a file's beginning and end that tell weights apart
